@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from autocastfx.graph.names import op_name
+from autocastfx.graph.names import FUNCTIONS, op_name
 from autocastfx.graph.node import attributes_of, dtypes, schema, subgraphs, tensors, uses, value
 
 # Find nodes that run code outside the graph. Such code may have side effects that no schema declares.
 
 _NAMESPACES = ("aten", "prim", "prims", "autocastfx")
 _PACKAGES = ("torch", "autocastfx", "math", "operator", "_operator", "builtins")
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -34,7 +32,7 @@ def is_opaque(node: fx.Node) -> bool:
         return False
     if isinstance(target, OpOverload):
         return target.namespace not in _NAMESPACES
-    if not isinstance(target, _FUNCTIONS) or isinstance(getattr(target, "__self__", None), type):
+    if not isinstance(target, FUNCTIONS) or isinstance(getattr(target, "__self__", None), type):
         return True
     module = getattr(target, "__module__", None)
     return module is not None and module.split(".")[0] not in _PACKAGES
@@ -96,33 +94,25 @@ def alias_sets(
     written = {target for node in graph.nodes for target in mutated_inputs(node)}
     if not written:
         return {}
-    parent: dict[fx.Node, fx.Node] = {}
-    order = {node: i for i, node in enumerate(graph.nodes)}  # in a draft nodes do not compare by their places
+    sharing: dict[fx.Node, set[fx.Node]] = {node: set() for node in graph.nodes}
 
-    def find(node: fx.Node) -> fx.Node:
-        while parent.setdefault(node, node) is not node:
-            node = parent[node]
-        return node
-
-    def union(a: fx.Node, b: fx.Node) -> None:
-        first, second = sorted((find(a), find(b)), key=order.__getitem__)
-        parent[second] = first
+    def share(a: fx.Node, b: fx.Node) -> None:
+        sharing[a].add(b)
+        sharing[b].add(a)
 
     owners: dict[int, fx.Node] = {}
     for node in graph.nodes:
         for tensor in (t for t in tensors(node) if t.layout == torch.strided):
-            union(owners.setdefault(_storage_id(tensor), node), node)
+            share(owners.setdefault(_storage_id(tensor), node), node)
         for use in aliased(node):
-            union(use, node)
+            share(use, node)
         for target in written_by(node):
-            union(target, node)
-    roots = {find(node) for node in written}
-    members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}
-    for node in graph.nodes:
-        if find(node) in roots:
-            members[find(node)].add(node)
-    sets = {root: AliasSet(root, frozenset(nodes)) for root, nodes in members.items()}
-    return {node: one for one in sets.values() for node in one.members}
+            share(target, node)
+    sets: dict[fx.Node, AliasSet] = {}
+    for made in (root for root in graph.nodes if root not in sets):
+        members = frozenset(reachable([made], sharing.__getitem__))
+        sets.update(dict.fromkeys(members, AliasSet(made, members)))
+    return {node: one for node, one in sets.items() if not written.isdisjoint(one.members)}
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

@@ -17,6 +17,8 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
 # Canonical op names of fx nodes, the names used in op lists.
 
 # The ATen ops behind Python's operators on tensors.
@@ -104,19 +106,16 @@ def names_function(op: str) -> bool:
     return "." in op and "::" not in op
 
 
-def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
-    """Return the op name of ``node``: ``linear``, ``my_lib::fused``, ``package.module.function`` or a class's path.
+def op_name(node: fx.Node) -> str:
+    """Return the op name of ``node``: ``linear``, ``my_lib::fused`` or ``package.module.function``.
 
-    ``module`` is the root of a graph with ``call_module`` nodes. For placeholders, attributes and outputs the name is
+    For placeholders, attributes and outputs, and for calls of modules, which capture leaves in no graph, the name is
     their kind.
     """
     if node.op == "call_function":
         return of_function(node.target)
     if node.op == "call_method":
         return str(node.target)
-    if node.op == "call_module" and module is not None:
-        kind = type(module.get_submodule(str(node.target)))
-        return f"{kind.__module__}.{kind.__qualname__}"
     return node.op
 
 
@@ -161,8 +160,7 @@ def canonical(path: str) -> str:
     target = located(path)
     if isinstance(target, type):
         return f"{target.__module__}.{target.__qualname__}"
-    functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-    return of_function(target) if isinstance(target, functions) else path
+    return of_function(target) if isinstance(target, FUNCTIONS) else path
 
 
 # The arguments of ops: names and types, and the values that a node passes, defaults included.

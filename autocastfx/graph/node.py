@@ -149,6 +149,13 @@ def uncast(node: fx.Node) -> fx.Node:
     return node
 
 
+def captured_behind(node: fx.Node) -> fx.Node:
+    """Return the captured value that ``node`` is, or that passes made it of."""
+    while origin(node) is not None:
+        node = node.all_input_nodes[-1]
+    return node
+
+
 def kept_meta(node: fx.Node) -> dict[str, Any]:
     """Return the part of ``node.meta`` that pickles: the marks and the stack trace."""
     return {key: node.meta[key] for key in (_ORIGIN, _STANDS_FOR, "stack_trace") if key in node.meta}

@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_aggregate, map_arg
 
-from autocastfx.graph.node import kept_meta
+from autocastfx.graph.node import attributes_of, kept_meta
 
 
 class GraphData:
@@ -22,12 +22,9 @@ class GraphData:
     @classmethod
     def of(cls, module: fx.GraphModule) -> GraphData:
         """Turn the graph of ``module``, and the tensors and sub-graphs that it reads, into data."""
-        targets = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
-        attributes = {t: getattr(module, t) for t in targets}
-        return cls(
-            data_of(module.graph, {}),
-            {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in attributes.items()},
-        )
+        attributes = attributes_of(module, module.graph)
+        inner = {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in attributes.items()}
+        return cls(data_of(module.graph, {}), inner)
 
     def module(self) -> fx.GraphModule:
         """Rebuild the module."""

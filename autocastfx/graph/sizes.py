@@ -263,7 +263,13 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
 
 
 def in_dtype_of(captured: Any, actual: Any) -> Any:
-    """The abstract value ``captured`` in the dtype of ``actual``."""
+    """The abstract value ``captured``, its tensors in the dtypes of those of ``actual``."""
+    leaves, spec = pytree.tree_flatten(captured)
+    cast_leaves = (_in_dtype_of(a, b) for a, b in zip(leaves, pytree.tree_leaves(actual), strict=True))
+    return pytree.tree_unflatten(cast_leaves, spec)
+
+
+def _in_dtype_of(captured: Any, actual: Any) -> Any:
     if not isinstance(captured, torch.Tensor) or captured.dtype == actual.dtype:
         return captured
     if not isinstance(captured, FakeTensor) or captured.layout != torch.strided:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -134,11 +134,10 @@ class _Run:
         return made
 
 
-def _last_first(numbered: Iterable[tuple[int, Use]]) -> Iterator[tuple[int, Use]]:
+def _last_first(numbered: Sequence[tuple[int, Use]]) -> Iterator[tuple[int, Use]]:
     """Yield uses in the order in which torch casts them: the last argument first, the members of a list in theirs.
 
     The order decides in which the gradients of a value that is read twice are added.
     """
-    numbered = list(numbered)
     for argument in reversed(dict.fromkeys(use.argument for _, use in numbered)):
         yield from ((i, use) for i, use in numbered if use.argument == argument)

@@ -28,6 +28,7 @@ from autocastfx.graph.node import (
 from autocastfx.graph.sizes import Product, Size, product
 from autocastfx.passes.analysis.demands import Demands, cancellations
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
+from autocastfx.passes.analysis.units import only_moves
 from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_mask, reach, reading_call_inputs
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced, decision_by_list, refuse_banned
@@ -125,7 +126,7 @@ class Classifier:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
         rule = Matcher(self.op_list, self.device)(node)
-        listed = self._listed(rule)
+        listed = decision_by_list(self.op_list, rule)
         refuse_banned(node, listed)
         if self.op_list.placement == "follow":  # torch.autocast knows no forced rules, and casts 16-bit values too
             return listed
@@ -182,9 +183,6 @@ class Classifier:
         largest = float(torch.finfo(self.low).max)
         made = has_float32(node) and not any(has_float32(u.node) for u in uses(node))
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))
-
-    def _listed(self, rule: Rule | ModuleRule | None) -> Decision:
-        return decision_by_list(self.op_list, rule)
 
     @property
     def _low_name(self) -> str:
@@ -263,7 +261,8 @@ class Classifier:
         rule = self.op_list.rule(other, self.device)
         if rule is None:
             return listed
-        return replace(self._listed(rule), reason=f"{because}; {rule.reason}" if rule.reason else because)
+        decision = decision_by_list(self.op_list, rule)
+        return replace(decision, reason=f"{because}; {rule.reason}" if rule.reason else because)
 
     def _island(self, node: fx.Node) -> Decision | None:
         """A product of which the model casts every operand to float32 itself."""
@@ -273,10 +272,7 @@ class Classifier:
         return Decision(Category.DENY, "the model casts all its operands to float32", Forced.USER_CAST)
 
     def _is_cast_by_model(self, value: fx.Node) -> bool:
-        while value.op == "call_function" and op_name(value) not in _CASTS:
-            rule = self.op_list.rule(op_name(value))
-            if rule is None or rule.category is not Category.CLEAR or len(value.all_input_nodes) != 1:
-                return False
+        while op_name(value) not in _CASTS and only_moves(value, self.op_list) and len(value.all_input_nodes) == 1:
             value = value.all_input_nodes[0]
         return op_name(value) in _CASTS[:2] and argument(value, "dtype") == torch.float32
 

@@ -16,8 +16,8 @@ from autocastfx.graph.node import (
     Origin,
     Use,
     argument,
+    captured_behind,
     example,
-    origin,
     place_like,
     set_origin,
     tensors,
@@ -25,7 +25,7 @@ from autocastfx.graph.node import (
 )
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, Settings, State
-from autocastfx.plan.plan import In16Bits, NoFloat8, PlannedFloat8, Precision, WhyNoFloat8
+from autocastfx.plan.plan import Decision, In16Bits, NoFloat8, PlannedFloat8, Precision, WhyNoFloat8
 from autocastfx.policy.float8 import E4M3, MULTIPLE, OPERANDS, RECIPES, Float8Choice, Layout, Operands, Product
 from autocastfx.runtime.operators.float8 import float8_linear, missing_products, quantize
 
@@ -83,6 +83,7 @@ class _Deciding:
     leads: Set[fx.Node]  # nodes from which a product is computed
 
     def all(self) -> Iterator[tuple[fx.Node, PlannedFloat8]]:
+        """One entry for each op that float8 rules may be for, also where all its products stay in 16 bits."""
         for node, placement in self.state.placements.items():
             operands = OPERANDS.get(self.state.ops[node])
             if operands is None or placement.run is Precision.CAPTURED:
@@ -120,12 +121,12 @@ class _Deciding:
         return self._of_sizes(reads[operands.input].node, weight, operands, choice)
 
     def _is_low(self, node: fx.Node, use: Use) -> bool:
-        source = _captured(use.node)
+        source = captured_behind(use.node)
         to = self.planned.read(node, use, source)
         return (self.planned.stores(source) if to is None else (to,)) == (self.settings.low,)
 
     def _is_parameter(self, read: fx.Node) -> bool:
-        source = _captured(read)
+        source = captured_behind(read)
         return source.op == "get_attr" and str(source.target) in self.state.parameters
 
     def _of_sizes(
@@ -161,36 +162,17 @@ def _why_out(product: Product, choice: Float8Choice) -> WhyNoFloat8:
     return NoFloat8.BY_RULE.because(f"the rule at {choice.source.portable}{said}" if choice.source else f"a rule{said}")
 
 
-def _captured(node: fx.Node) -> fx.Node:
-    """The captured value that ``node`` is, or is a cast of."""
-    while origin(node) is not None:
-        node = node.all_input_nodes[-1]
-    return node
-
-
 def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(tensors(_captured(node))[0].shape)  # casts have no abstract values yet
+    return tuple(tensors(captured_behind(node))[0].shape)  # casts have no abstract values yet
 
 
-def float8_products(settings: Settings, state: State, planned: PlannedDtypes) -> Mapping[fx.Node, PlannedFloat8]:
-    """Decide the products of each op that float8 rules may be for.
-
-    Args:
-        settings: of the conversion.
-        state: with casts in its graph.
-        planned: the dtypes of its values.
-
-    Returns:
-        One entry for each such op, also where all its products stay in 16 bits.
-
-    Raises:
-        OpListError: two rules fit an op equally well and contradict each other.
-    """
-    decisions, leads = state.classification.decisions, set[fx.Node]()
-    for node in reversed(state.graph.nodes):
+def _leads(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> set[fx.Node]:
+    """The nodes from which a product is computed."""
+    leads: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
         if any(user in leads or (user in decisions and decisions[user].category.is_low) for user in node.users):
             leads.add(node)
-    return dict(_Deciding(settings, state, planned, leads).all())
+    return leads
 
 
 # Edit the graph.
@@ -232,7 +214,7 @@ class _Rewriting:
 
     def _quantized(self, value: fx.Node, layout: Layout, recipe: str, reader: fx.Node) -> fx.Node:
         power_of_two = RECIPES[recipe].power_of_two
-        key = (value, layout, power_of_two, reader if _captured(value) in self.written else None)
+        key = (value, layout, power_of_two, reader if captured_behind(value) in self.written else None)
         if key not in self.made:
             args = (value, layout.value, E4M3, power_of_two)
             self.made[key] = self._make(quantize, args, f"float8_{layout}", layout.value, value, reader)
@@ -242,9 +224,9 @@ class _Rewriting:
         self, target: Any, args: tuple[Any, ...], suffix: str, rule: str, value: fx.Node, reader: fx.Node
     ) -> fx.Node:
         with self.graph.inserting_before(reader):
-            made = self.graph.create_node("call_function", target, args, {}, f"{_captured(value).name}_{suffix}")
+            made = self.graph.create_node("call_function", target, args, {}, f"{captured_behind(value).name}_{suffix}")
         place_like(made, value)
-        set_origin(made, Origin(UseFloat8.made_by, rule, _captured(value).name))
+        set_origin(made, Origin(UseFloat8.made_by, rule, captured_behind(value).name))
         return made
 
 
@@ -263,7 +245,8 @@ class UseFloat8(Pass):
         settings = self.settings
         if state.planned is None:  # no casts were asked for
             return state
-        planned = float8_products(settings, state, state.planned(state))
+        leads = _leads(state.graph, state.classification.decisions)
+        planned = dict(_Deciding(settings, state, state.planned(state), leads).all())
         written = alias_sets(state.graph, settings.ports.written).keys()
         rewriting = _Rewriting(state.graph, written, settings.mode != "eval")
         for node, one in planned.items():

@@ -28,7 +28,7 @@ from autocastfx.graph.node import (
     value,
 )
 from autocastfx.passes.analysis.units import Ports, is_over_classes, read_low
-from autocastfx.passes.analysis.value_ranges import Fill, is_mask, largest_mask, seen_as
+from autocastfx.passes.analysis.value_ranges import is_mask, largest_mask, seen_as
 from autocastfx.passes.casts import CastStyle, PlannedDtypes, insert_casts
 from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State
@@ -117,55 +117,33 @@ class Bounds:
         return float(torch.finfo(to).max) if read in self.outside and to == torch.float16 else None
 
 
-def adapt_calls(
-    placements: Mapping[fx.Node, Placement],
-    ports: Ports,
-    fills: Mapping[fx.Node, Fill],
-    low: torch.dtype,
-    *,
-    rounds: bool,
-    changing: Set[fx.Node],
-) -> None:
-    """Call other operators, or with other arguments, where a node runs otherwise than it was captured; in place.
-
-    Args:
-        placements: one for every ``call_*`` node.
-        ports: which operators of this package stand in for others.
-        fills: nodes whose number becomes one that the low dtype has, where they run low.
-        low: the 16-bit dtype.
-        rounds: a cross entropy of 16-bit logits rounds what it keeps for backward.
-        changing: nodes that read what is written into.
-    """
-    for node, placement in placements.items():
-        if placement.run is Precision.LOW:
-            if (stand_in := ports.stand_in(node)) is not None:
-                node.target = stand_in
-            if (fill := fills.get(node)) is not None:
-                set_argument(node, fill.argument, math.copysign(largest_mask(low), fill.number))
-        elif placement.as_stored and ports.asks_dtype(node):
-            if argument(node, "dtype") is None:  # else the model says which
-                set_argument(node, "dtype", torch.float32)
-        elif placement.as_stored and is_over_classes(node):
-            read_low(node, rounds=rounds, recomputes=node not in changing)
-
-
 class InsertCasts(Pass):
-    """Puts the casts in that the placements ask for."""
+    """Puts the casts in that the placements ask for.
+
+    Where a node runs otherwise than it was captured, it calls another operator, or with other arguments.
+    """
 
     name = "insert casts"
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        settings, graph, classification = self.settings, state.graph, state.classification
-        written = alias_sets(graph, settings.ports.written).keys()
+        graph, classification = state.graph, state.classification
+        ports, low, rounds = self.settings.ports, self.settings.low, self.settings.fold == "kernel"
+        written = alias_sets(graph, ports.written).keys()
         changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
-        style = CastStyle("rewrite", settings.low, written, Bounds.of(graph, classification.wide, state.parameters))
-        insert_casts(graph, self._planned(state), style)
-        adapt_calls(
-            *(state.placements, settings.ports, classification.fills, settings.low),
-            rounds=settings.fold == "kernel",
-            changing=changing,
-        )
+        bounds = Bounds.of(graph, classification.wide, state.parameters)
+        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, written, bounds))
+        for node, placement in state.placements.items():
+            if placement.run is Precision.LOW:
+                if (stand_in := ports.stand_in(node)) is not None:
+                    node.target = stand_in
+                if (fill := classification.fills.get(node)) is not None:
+                    set_argument(node, fill.argument, math.copysign(largest_mask(low), fill.number))
+            elif placement.as_stored and ports.asks_dtype(node):
+                if argument(node, "dtype") is None:  # else the model says which
+                    set_argument(node, "dtype", torch.float32)
+            elif placement.as_stored and is_over_classes(node):
+                read_low(node, rounds=rounds, recomputes=node not in changing)
         return replace(state, planned=self._planned)
 
     def _planned(self, state: State) -> PlacedDtypes:
@@ -173,48 +151,14 @@ class InsertCasts(Pass):
         return PlacedDtypes(state.placements, state.dtypes, settings.dtype, settings.ports, settings.keep_output_dtype)
 
 
-# Takes out the model's own casts to float32 of scores for a cross entropy that is float32 by its list, in place.
-#
-# The list makes that cast in any case, and the operator can do so itself: then no float32 copy of the scores is
-# there.
-
-
-def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
-    """Let each such cross entropy read, through what lies between them and only moves values, what the cast read.
-
-    A cast stays that anything else reads, that changes more than the dtype, or that the list bans or keeps; all stay
-    where the list lets the cross entropy run in 16 bits.
-
-    Args:
-        graph: captured, with abstract values.
-        category: of a node, by the list.
-    """
-    over_classes = [(node, category(node)) for node in graph.nodes if is_over_classes(node)]
-    losses = [node for node, listed in over_classes if listed is not None and listed.is_float32]
-    written = alias_sets(graph).keys() if losses else ()
-    dropped: list[Recomposed] = []
-    for loss in losses:
-        node = argument(loss, "self")
-        while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
-            source = node.all_input_nodes[0]
-            if _is_plain_cast(node):
-                if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
-                    break
-                dropped.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
-                node.replace_all_uses_with(source)
-                stand_for(source, *all_names(node))
-                graph.erase_node(node)
-            node = source
-    return tuple(dropped)
-
-
-def _is_plain_cast(node: fx.Node) -> bool:
-    is_cast = node.target is torch.ops.aten.to.dtype
-    return is_cast and argument(node, "dtype") == torch.float32 and argument(node, "memory_format") is None
-
-
 class DropLossCasts(Pass):
-    """Drops the model's own casts to float32 before a cross entropy."""
+    """Drops the model's own casts to float32 of scores for a cross entropy that is float32 by its list.
+
+    The list makes that cast in any case, and the operator can do so itself: then no float32 copy of the scores is
+    there. The cross entropy reads, through what lies between them and only moves values, what the cast read. A cast
+    stays that anything else reads, that changes more than the dtype, or that the list bans or keeps; all stay where the
+    list lets the cross entropy run in 16 bits.
+    """
 
     name = "drop loss casts"
 
@@ -222,56 +166,65 @@ class DropLossCasts(Pass):
         """The state with what was dropped."""
         if LOSS_CAST not in self.settings.recompose:
             return state
-        dropped = drop_loss_casts(state.graph, self.settings.category)
+        category = self.settings.category
+        over_classes = [(node, category(node)) for node in state.graph.nodes if is_over_classes(node)]
+        losses = [node for node, listed in over_classes if listed is not None and listed.is_float32]
+        written = alias_sets(state.graph).keys() if losses else ()
+        dropped: list[Recomposed] = []
+        for loss in losses:
+            node = argument(loss, "self")
+            while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
+                source = node.all_input_nodes[0]
+                if _is_plain_cast(node):
+                    if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
+                        break
+                    dropped.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
+                    node.replace_all_uses_with(source)
+                    stand_for(source, *all_names(node))
+                    state.graph.erase_node(node)
+                node = source
         return state.with_recomposed((*state.recomposed, *dropped)) if dropped else state
 
 
-# The last step for a graph made without inputs: casts of values whose dtype is not known touch only what they mean.
-
-
-def make_conditional(
-    graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Set[str], low: torch.dtype
-) -> None:
-    """Give the nodes of ``graph`` the dtypes that the plan says, and make a cast of a guessed value conditional.
-
-    Args:
-        graph: rewritten; changed in place.
-        placements: of the captured nodes.
-        guesses: names of the captured nodes that were taken for float32 without being known to be.
-        low: the 16-bit dtype.
-    """
-    for node in graph.nodes:
-        mark, placement = origin(node), placements.get(node)
-        if mark is not None:
-            if isinstance(dtype := node.args[1], torch.dtype):
-                set_value(node, torch.empty(1, dtype=dtype))
-                if mark.value in guesses:  # clamping an integer would make it a float
-                    source = torch.float32 if dtype == low else low
-                    node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
-            else:
-                set_value(node, value(node.all_input_nodes[0]))
-        elif placement is not None and placement.run is Precision.LOW:
-            set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
-    for node in reversed(list(graph.nodes)):
-        if origin(node) is not None and not node.users:
-            graph.erase_node(node)
-    graph.lint()
-
-
-def _narrowed(low: torch.dtype, leaf: object) -> object:
-    return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+def _is_plain_cast(node: fx.Node) -> bool:
+    is_cast = node.target is torch.ops.aten.to.dtype
+    return is_cast and argument(node, "dtype") == torch.float32 and argument(node, "memory_format") is None
 
 
 class MakeConditional(Pass):
-    """Makes casts of guessed values conditional, in a graph made without inputs."""
+    """Makes casts of guessed values conditional, in a graph made without inputs: they touch only what they mean.
+
+    The nodes of such a graph get the dtypes that the plan says.
+    """
 
     name = "make conditional"
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        if state.guesses is not None:
-            make_conditional(state.graph, state.placements, state.guesses, self.settings.low)
+        if state.guesses is None:
+            return state
+        graph, low = state.graph, self.settings.low
+        for node in graph.nodes:
+            mark, placement = origin(node), state.placements.get(node)
+            if mark is not None:
+                if isinstance(dtype := node.args[1], torch.dtype):
+                    set_value(node, torch.empty(1, dtype=dtype))
+                    if mark.value in state.guesses:  # clamping an integer would make it a float
+                        source = torch.float32 if dtype == low else low
+                        node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
+                else:
+                    set_value(node, value(node.all_input_nodes[0]))
+            elif placement is not None and placement.run is Precision.LOW:
+                set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
+        for node in reversed(list(graph.nodes)):
+            if origin(node) is not None and not node.users:
+                graph.erase_node(node)
+        graph.lint()
         return state
+
+
+def _narrowed(low: torch.dtype, leaf: object) -> object:
+    return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 # Where 16-bit weights come from without a cast in each call: from working copies, or from parameters stored low.

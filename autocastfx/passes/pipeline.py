@@ -12,7 +12,6 @@ from torch import fx, nn
 from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
 from autocastfx.graph.walk import converted_inside, values_given
@@ -40,8 +39,8 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
 )
-from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Signature, added, rms
+from autocastfx.plan.ranges import key_of, mode_of
+from autocastfx.plan.sensitivity import Signature, added, rms
 from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.operators.float8 import quantize
@@ -136,22 +135,21 @@ class Converter(Settings):
         settings = replace(self, device=device.type, op_list=lists, mode=mode)
         if lists.float8:
             check_float8(settings, device)
-        known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
-        effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
-        made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
+        parts = _Parts()
+        made, values = _converted(settings, graph, attributes, tensors, parts, guesses, rewrites=rewrites)
         keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not draft
         trained = {name: t.requires_grad for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
-            *(tuple(made.nodes), tuple(made.casts), made.traffic),
+            *(tuple(parts.nodes), tuple(parts.casts), parts.traffic),
             unverified=draft,
-            recomposed=tuple(made.recomposed),
-            copies=tuple(_planned_copies(made.graph)),
-            error=self.prices.sensitivity.error(made.effects) if self.prices is not None and made.is_measured else None,
-            quantized=tuple(made.quantized),
-            saved=choose_saved(made.graph, trained, self.op_list, self.facts) if keeps_saved else (),
+            recomposed=tuple(parts.recomposed),
+            copies=tuple(_planned_copies(made)),
+            error=self.prices.sensitivity.error(parts.effects) if self.prices and parts.is_measured else None,
+            quantized=tuple(parts.quantized),
+            saved=choose_saved(made, trained, self.op_list, self.facts) if keeps_saved else (),
         )
-        return ConvertedGraph(made.graph, made.attributes, plan)
+        return ConvertedGraph(made, values, plan)
 
 
 @dataclass(frozen=True)
@@ -163,20 +161,10 @@ class ConvertedGraph:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Measurements of the nodes of a graph and of its sub-graphs."""
-
-    magnitudes: Mapping[Key, Magnitude]
-    effects: Mapping[Key, Effect]
-
-
 @dataclass
-class _Converted:
-    """A converted graph and its part of the plan, those of its sub-graphs first."""
+class _Parts:
+    """The parts of a plan, to which each graph adds its own, sub-graphs first."""
 
-    graph: fx.Graph
-    attributes: dict[str, Any]
     nodes: list[PlannedNode] = field(default_factory=list[PlannedNode])
     casts: list[PlannedCast] = field(default_factory=list[PlannedCast])
     recomposed: list[Recomposed] = field(default_factory=list[Recomposed])
@@ -185,55 +173,47 @@ class _Converted:
     effects: list[Signature] = field(default_factory=list[Signature])
     is_measured: bool = False
 
-    def take_over(self, inside: _Converted) -> None:
-        """Record a sub-graph's part of the plan."""
-        self.nodes += inside.nodes
-        self.casts += inside.casts
-        self.recomposed += inside.recomposed
-        self.quantized += inside.quantized
-        self.traffic += inside.traffic
-        self.effects += inside.effects
-        self.is_measured |= inside.is_measured
-
 
 def _converted(
     settings: Settings,
     source: fx.Graph,
     attributes: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
-    known: _Measured,
+    parts: _Parts,
     guesses: frozenset[str] | None = None,
     prefix: str = "",
     given: Mapping[str, tuple[str, ...]] | None = None,
     *,
-    rewrites: bool = True,
-) -> _Converted:
+    rewrites: bool,
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """A converted copy of ``source`` and the values of its ``get_attr`` nodes; its part of the plan is in ``parts``."""
     follows = settings.op_list.placement == "follow"
     graph = expand(source, dispatch_of(settings, source)) if follows else copy_graph(source)
-    made, inner = _Converted(graph, dict(attributes)), replace(settings, keep_output_dtype=True)
-    errors = NodeEffectMap.of(graph, known.effects, prefix, given)
+    values, inner = dict(attributes), replace(settings, keep_output_dtype=True)
+    magnitudes = settings.ranges.magnitudes(settings.mode) if settings.ranges is not None else {}
+    known = settings.prices.sensitivity.effects_in(settings.mode) if settings.prices is not None else {}
+    errors = NodeEffectMap.of(graph, known, prefix, given)
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
             outer = {inner.name: errors.names(value) for inner, value in values_given(node, module.graph).items()}
-            inside = _converted(
-                *(inner, module.graph, names, {}, known),
+            inside, held = _converted(
+                *(inner, module.graph, names, {}, parts),
                 prefix=f"{prefix}{target}/",
                 given=outer,
                 rewrites=rewrites,
             )
-            made.attributes[target] = fx.GraphModule(inside.attributes, inside.graph)
-            made.take_over(inside)
+            values[target] = fx.GraphModule(held, inside)
     state = State(
         graph=graph,
-        attributes=made.attributes,
+        attributes=values,
         parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
         values=HeldValues.of({**tensors, **attributes}),
         dtypes={node: dtypes(node) for node in graph.nodes},
         ops={node: op_name(node) for node in graph.nodes},
         cached=cast_once(tensors),
         parameter_ids={name: id(t) for name, t in tensors.items() if isinstance(t, nn.Parameter)},
-        measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
+        measured={n: magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in magnitudes},
         errors=errors,
         prefix=prefix,
         guesses=guesses,
@@ -257,20 +237,17 @@ def _converted(
             **{n: added([part, *([effects[n]] if n in effects else [])]) for n, part in in_float8.items()},
         }
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
-    made.effects += effects.values()
-    made.is_measured |= bool(state.errors.effects)
-    made.nodes += [_planned_node(node, state, settings.dtype, prefix, effects.get(node, ())) for node in computing]
-    made.casts += _planned_casts(graph, prefix)
-    made.quantized += _planned_quantized(graph, prefix)
-    made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
-    made.traffic += state.traffic
-    return made
-
-
-def _prefixed(recomposed: Recomposed, prefix: str) -> Recomposed:
-    return Recomposed(
-        recomposed.pattern, prefix + recomposed.node, tuple(prefix + name for name in recomposed.replaced)
-    )
+    parts.effects += effects.values()
+    parts.is_measured |= bool(state.errors.effects)
+    parts.nodes += [_planned_node(node, state, settings.dtype, prefix, effects.get(node, ())) for node in computing]
+    parts.casts += _planned_casts(graph, prefix)
+    parts.quantized += _planned_quantized(graph, prefix)
+    parts.recomposed += [
+        Recomposed(one.pattern, prefix + one.node, tuple(prefix + name for name in one.replaced))
+        for one in state.recomposed
+    ]
+    parts.traffic += state.traffic
+    return graph, values
 
 
 # The plan's entries of a converted graph: its nodes, the inserted casts, and the reads of working copies.

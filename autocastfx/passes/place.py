@@ -11,7 +11,7 @@ from autocastfx.graph.alias import reachable
 from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.passes.analysis.min_cut import Term
 from autocastfx.passes.analysis.node_errors import equal_terms, product_terms
-from autocastfx.passes.analysis.place_cheaply import Folding, LowReads, bytes_moved, lower_views, place_cheaply
+from autocastfx.passes.analysis.place_cheaply import Folding, bytes_moved, is_read_low, lower_views, place_cheaply
 from autocastfx.passes.analysis.units import Unit, Units, units_of
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Traffic, Why
@@ -195,7 +195,7 @@ class Placer(Pass):
         parameters = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
         parameters = [n for n in parameters if n not in state.classification.wide]  # their casts saturate
         if self.settings.weights == "low":
-            reads = LowReads(placements, self.settings.ports)
-            mixed = {state.parameter_ids[str(n.target)] for n in parameters if not reads.all_of(n)}
-            parameters = [n for n in parameters if state.parameter_ids[str(n.target)] not in mixed]
+            ports, ids = self.settings.ports, state.parameter_ids
+            mixed = {ids[str(n.target)] for n in parameters if not is_read_low(n, placements, ports)}
+            parameters = [n for n in parameters if ids[str(n.target)] not in mixed]
         return frozenset(parameters)

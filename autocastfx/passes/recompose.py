@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,98 +215,48 @@ _PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "sof
 _aten: Any = torch.ops.aten
 
 
-def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
-    """Replace each ``scaled_dot_product_attention`` with dropout by its formula, where the list lets it run in 16 bits.
-
-    It stays if it groups heads, if its scale is not known, if a size is 0, if a mask is larger than the scores, and if
-    not all that it reads is float32. Dropout draws the same numbers.
-
-    Args:
-        graph: captured for a CPU, with abstract values.
-        category: of a node, by the list.
-    """
-    recomposed: list[Recomposed] = []
-    for node in list(graph.nodes):
-        if op_name(node) == "scaled_dot_product_attention" and category(node) is Category.ALLOW:
-            call = _call(node)
-            if call is not None:
-                with graph.inserting_before(node):
-                    made = call.written_out(node)
-                node.replace_all_uses_with(made)
-                stand_for(made, *all_names(node))
-                graph.erase_node(node)
-                recomposed.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
-    return tuple(recomposed)
-
-
-def recompute_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
-    """Make of each ``scaled_dot_product_attention`` of few tokens without dropout that of this package, likewise.
-
-    Args:
-        graph: captured for a CPU, with abstract values.
-        category: of a node, by the list.
-    """
-    recomposed: list[Recomposed] = []
-    for node in graph.nodes:
-        if node.target is _aten.scaled_dot_product_attention.default and category(node) is Category.ALLOW:
-            query, key = argument(node, "query"), argument(node, "key")
-            is_other = argument(node, "dropout_p") or argument(node, "enable_gqa")
-            if not is_other and all(_has_few_tokens(read) for read in (query, key)):
-                node.target = short_attention
-                recomposed.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
-    return tuple(recomposed)
-
-
 def _has_few_tokens(read: fx.Node) -> bool:
     """In the example: when called, the operator looks itself."""
     return is_float32(read) and tensors(read)[0].ndim == 4 and _sizes(read)[-2] <= TOKENS
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """The arguments of a call."""
+_READS = ("query", "key", "value", "attn_mask")
 
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    mask: fx.Node | None
-    is_causal: bool
-    dropout: float
-    scale: float
 
-    def written_out(self, node: fx.Node) -> fx.Node:
-        """The formula's last node, which gives what ``node`` gives."""
+def _written_out(node: fx.Node, scale: float) -> fx.Node:
+    """The last node of the formula that gives what ``node`` gives, put before it."""
+    query, key, values, mask = (argument(node, name) for name in _READS)
 
-        def op(part: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            name = f"{node.name.replace('scaled_dot_product_', '')}_{part}"
+    def op(part: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        name = f"{node.name.replace('scaled_dot_product_', '')}_{part}"
+        with node.graph.inserting_before(node):
             made = node.graph.create_node("call_function", target, args, kwargs, name)
-            place_like(made, node)
-            set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
-            return made
+        place_like(made, node)
+        set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
+        return made
 
-        def size(read: fx.Node) -> Any:
-            length = tensors(read)[0].shape[-2]
-            return length if isinstance(length, int) else op("size", _aten.sym_size.int, read, -2)
+    def size(read: fx.Node) -> Any:
+        length = tensors(read)[0].shape[-2]
+        return length if isinstance(length, int) else op("size", _aten.sym_size.int, read, -2)
 
-        query = self.query if self.scale == 1 else op("scaled", _aten.mul.Tensor, self.query, self.scale)
-        scores = op("scores", _aten.matmul.default, query, op("keys", _aten.transpose.int, self.key, -2, -1))
-        mask = self.mask
-        softmax = _aten.softmax.int if mask is None else _aten._safe_softmax.default  # a mask may hide all of a row
-        if self.is_causal:
-            sizes = [size(self.query), size(self.key)]
-            ones = op("ones", _aten.new_ones.default, scores, sizes, dtype=torch.bool)
-            mask = op("causal", _aten.tril.default, ones)
-        if mask is not None and _is_bool(mask):
-            scores = op("masked", _aten.where.ScalarOther, mask, scores, -math.inf)
-        elif mask is not None:
-            scores = op("masked", _aten.add.Tensor, scores, mask)
-        weights = op("dropout", _aten.dropout.default, op("softmax", softmax, scores, -1), self.dropout, True)
-        return op("values", _aten.matmul.default, weights, self.value)
+    scaled = query if scale == 1 else op("scaled", _aten.mul.Tensor, query, scale)
+    scores = op("scores", _aten.matmul.default, scaled, op("keys", _aten.transpose.int, key, -2, -1))
+    softmax = _aten.softmax.int if mask is None else _aten._safe_softmax.default  # a mask may hide all of a row
+    if argument(node, "is_causal"):
+        sizes = [size(query), size(key)]
+        ones = op("ones", _aten.new_ones.default, scores, sizes, dtype=torch.bool)
+        mask = op("causal", _aten.tril.default, ones)
+    if mask is not None and _is_bool(mask):
+        scores = op("masked", _aten.where.ScalarOther, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = op("masked", _aten.add.Tensor, scores, mask)
+    kept = op("dropout", _aten.dropout.default, op("softmax", softmax, scores, -1), argument(node, "dropout_p"), True)
+    return op("values", _aten.matmul.default, kept, values)
 
 
-def _call(node: fx.Node) -> _Attention | None:
-    """The arguments of ``node``, if it is attention that can be written out."""
-    query, key, values, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
+def _scale_of_plain(node: fx.Node) -> float | None:
+    """By what attention scales its scores, if it can be written out; None if it cannot."""
+    query, key, values, mask = (argument(node, name) for name in _READS)
     dropout, scale = argument(node, "dropout_p"), argument(node, "scale")
     is_plain = all(is_float32(read) and elements(read) for read in (query, key, values))
     if is_plain and scale is None and isinstance(tensors(query)[0].shape[-1], int):
@@ -316,7 +266,7 @@ def _call(node: fx.Node) -> _Attention | None:
         return None
     if mask is not None and not ((is_float32(mask) or _is_bool(mask)) and _fits(mask, query, key)):
         return None
-    return _Attention(query, key, values, mask, bool(argument(node, "is_causal")), dropout, scale)
+    return scale
 
 
 def _fits(mask: fx.Node, query: fx.Node, key: fx.Node) -> bool:
@@ -335,7 +285,11 @@ def _is_bool(node: fx.Node) -> bool:
 
 
 class WriteOutAttention(Pass):
-    """Writes out attention with dropout, on a CPU, where its parts may give 16 bits each."""
+    """Replaces attention with dropout by its formula, on a CPU, where the list lets it and its parts run in 16 bits.
+
+    It stays if it groups heads, if its scale is not known, if a size is 0, if a mask is larger than the scores, and if
+    not all that it reads is float32. Dropout draws the same numbers.
+    """
 
     name = "write out attention"
 
@@ -343,12 +297,21 @@ class WriteOutAttention(Pass):
         """The state with what was written out."""
         if MATH_ATTENTION not in self.settings.recompose or not _rounds_parts(self.settings, state):
             return state
-        recomposed = write_out_attention(state.graph, self.settings.category)
+        recomposed: list[Recomposed] = []
+        for node in list(state.graph.nodes):
+            if op_name(node) != "scaled_dot_product_attention" or self.settings.category(node) is not Category.ALLOW:
+                continue
+            if (scale := _scale_of_plain(node)) is not None:
+                made = _written_out(node, scale)
+                node.replace_all_uses_with(made)
+                stand_for(made, *all_names(node))
+                state.graph.erase_node(node)
+                recomposed.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
 class RecomputeAttention(Pass):
-    """Takes this package's operator for attention of few tokens, on a CPU, where its parts may give 16 bits each."""
+    """Makes of attention of few tokens without dropout that of this package, likewise."""
 
     name = "recompute attention"
 
@@ -356,7 +319,14 @@ class RecomputeAttention(Pass):
         """The state with what was replaced."""
         if SHORT_ATTENTION not in self.settings.recompose or not _rounds_parts(self.settings, state):
             return state
-        recomposed = recompute_attention(state.graph, self.settings.category)
+        recomposed: list[Recomposed] = []
+        for node in state.graph.nodes:
+            is_attention = node.target is _aten.scaled_dot_product_attention.default
+            if is_attention and self.settings.category(node) is Category.ALLOW:
+                is_other = argument(node, "dropout_p") or argument(node, "enable_gqa")
+                if not is_other and all(_has_few_tokens(argument(node, name)) for name in ("query", "key")):
+                    node.target = short_attention
+                    recomposed.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
@@ -370,47 +340,7 @@ def _rounds_parts(settings: Settings, state: State) -> bool:
     return categories["matmul"] is Category.ALLOW and not {Category.BAN, Category.KEEP} & {*categories.values()}
 
 
-# Merges, in place, float32 values that a model computes twice: T5 makes the same mask in each layer.
-
 _STATISTICS = ("running_mean", "running_var")  # norms that take them write to them, which their schemas do not say
-
-
-def merge_repeated(
-    graph: fx.Graph,
-    attributes: Mapping[str, Any],
-    rule: Callable[[fx.Node], object],
-    recomposed: Sequence[Recomposed] = (),
-) -> tuple[Recomposed, ...]:
-    """Let the readers of each repeated float32 value read the first of its kind, and erase the others.
-
-    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
-    reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
-
-    Args:
-        graph: captured, with abstract values.
-        attributes: the values of its ``get_attr`` nodes, parameters and buffers apart.
-        rule: that decides a node; where it differs, the results may.
-        recomposed: what was so far.
-
-    Returns:
-        ``recomposed``, and what was merged.
-    """
-    changing = alias.alias_sets(graph).keys() | alias.seen_by_functions(graph, attributes) | _statistics(graph)
-    outputs = alias.handed_out(graph)
-    first: dict[tuple[object, str], fx.Node] = {}
-    merged: dict[fx.Node, list[str]] = {}
-    for node in list(graph.nodes):
-        if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
-            call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
-            kept = first.setdefault((node.target, call), node)
-            if kept is not node and rule(kept) == rule(node):
-                node.replace_all_uses_with(kept)
-                stand_for(kept, *all_names(node))
-                graph.erase_node(node)
-                merged.setdefault(kept, []).append(node.name)
-    kept_for = {name: kept.name for kept, names in merged.items() for name in names}
-    before = (replace(one, node=kept_for.get(one.node, one.node)) for one in recomposed)
-    return (*before, *(Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in merged.items()))
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -438,13 +368,36 @@ def _keeps_statistics(node: fx.Node) -> bool:
 
 
 class MergeRepeated(Pass):
-    """Merges float32 values that the model computes twice."""
+    """Merges float32 values that the model computes twice: T5 makes the same mask in each layer.
+
+    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
+    reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
+    """
 
     name = "merge repeated"
 
     def __call__(self, state: State) -> State:
-        """The state with what was merged."""
+        """The state with what was merged: the readers of each repeated value read the first of its kind."""
         if REPEATED not in self.settings.recompose:
             return state
-        recomposed = merge_repeated(state.graph, state.attributes, self.settings.matcher, state.recomposed)
-        return state.with_recomposed(recomposed) if len(recomposed) > len(state.recomposed) else state
+        graph, rule = state.graph, self.settings.matcher  # where the rule that decides a node differs, results may
+        changing = alias.alias_sets(graph).keys() | alias.seen_by_functions(graph, state.attributes)
+        changing |= _statistics(graph)
+        outputs = alias.handed_out(graph)
+        first: dict[tuple[object, str], fx.Node] = {}
+        merged: dict[fx.Node, list[str]] = {}
+        for node in list(graph.nodes):
+            if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
+                call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
+                kept = first.setdefault((node.target, call), node)
+                if kept is not node and rule(kept) == rule(node):
+                    node.replace_all_uses_with(kept)
+                    stand_for(kept, *all_names(node))
+                    graph.erase_node(node)
+                    merged.setdefault(kept, []).append(node.name)
+        if not merged:
+            return state
+        kept_for = {name: kept.name for kept, names in merged.items() for name in names}
+        before = (replace(one, node=kept_for.get(one.node, one.node)) for one in state.recomposed)
+        repeated = (Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in merged.items())
+        return state.with_recomposed((*before, *repeated))

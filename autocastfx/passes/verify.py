@@ -13,7 +13,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import VerifyError
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import Use, argument, dtypes, origin, set_value, subgraphs, uses, value
+from autocastfx.graph.node import Use, argument, captured_behind, dtypes, origin, set_value, subgraphs, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
@@ -91,7 +91,7 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
             if problem := _problem_of_quantized(node, use):
                 return problem
             continue
-        source = _captured_of(use.node, captured)
+        source = captured_behind(use.node)
         if source not in captured:
             return f"reads {use.node.name}, which is not in the plan"
         to = planned.read(node, use, source)
@@ -129,13 +129,6 @@ def verify_float8(graph: fx.Graph, planned: Mapping[fx.Node, PlannedFloat8]) -> 
         if tuple(found or ()) != tuple(product.value for product in products):
             said = (", ".join(names) or "none" for names in (found or (), products))
             raise VerifyError(_report(graph, node, "runs in float8: {}, planned: {}".format(*said)))
-
-
-def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
-    """The captured node whose value ``node`` holds: itself, or what a chain of inserted casts started from."""
-    while node not in captured and origin(node) is not None:
-        node = node.all_input_nodes[-1]
-    return node
 
 
 def _names(value_dtypes: tuple[torch.dtype, ...]) -> str:

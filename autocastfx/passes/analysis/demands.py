@@ -13,8 +13,8 @@ from autocastfx.errors import TextPlace
 from autocastfx.graph.alias import AliasSet, alias_sets, reachable
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
-from autocastfx.passes.analysis.exact_numbers import HeldValues
-from autocastfx.passes.analysis.units import Ports
+from autocastfx.passes.analysis.exact_numbers import SCALES, HeldValues, is_second_power
+from autocastfx.passes.analysis.units import Ports, behind_moves, listed_category, only_moves
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
@@ -23,8 +23,6 @@ from autocastfx.policy.rule import Category, Demand
 # Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
 
 _SUMS = ("add", "sub", "rsub")
-_SCALES = ("mul", "div", "neg")
-_POWERS = ("pow", "square")
 _AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
 _POOLS = ("avg_pool", "adaptive_avg_pool")
 _JOINED = {"split": "cat", "split_with_sizes": "cat", "chunk": "cat", "tensor_split": "cat", "unbind": "stack"}
@@ -84,20 +82,15 @@ def _stencils(graph: fx.Graph, op_list: OpList) -> Iterator[tuple[fx.Node, fx.No
                     had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor)
                 )
         if base_name(op_name(node)) in _SUMS:
-            new = (of for of, w in weights.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
-            yield from ((node, of) for of in new)
+            cancelled = {of for read in reads for of, w in sums[read].items() if w.cancels}
+            yield from ((node, of) for of, w in weights.items() if w.cancels and of not in cancelled)
         sums[node] = weights
-
-
-def _cancels(weights: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
-    return of in weights and weights[of].cancels
 
 
 def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
     """Return the factors by which a sum, a move or a scaling multiplies its values; nothing for other nodes."""
     name = base_name(op_name(node)) if node.op == "call_function" else ""
     numbers = dict(constants(node))
-    rule = op_list.rule(op_name(node)) if name else None
     if name in _SUMS and "alpha" not in numbers:
         return {"add": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}[name][:reads]
     if reads != 1 or is_member(node):
@@ -106,7 +99,7 @@ def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
         return (number if name == "mul" else 1 / number,)
     if name == "neg":
         return (-1.0,)
-    return (1.0,) if rule is not None and rule.category is Category.CLEAR else ()
+    return (1.0,) if only_moves(node, op_list) else ()
 
 
 def _fixed(graph: fx.Graph, trained: Set[str]) -> frozenset[fx.Node]:
@@ -165,9 +158,7 @@ class _Moments:
         fixed = [u.node for u in uses(node) if u.node in self.fixed and has_float32(u.node) and u.argument != "bias"]
         if len(fixed) != 1 or self._read(node) is None:
             return None
-        value = fixed[0]
-        while value.op == "call_function" and self._moves(value) and len(value.all_input_nodes) == 1:
-            value = value.all_input_nodes[0]
+        value = behind_moves(fixed[0], self.op_list)
         return value if value.op == "get_attr" else None
 
     def _terms(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -191,9 +182,7 @@ class _Moments:
     def _factors(self, node: fx.Node) -> list[fx.Node]:
         name = base_name(op_name(node)) if node.op == "call_function" else ""
         reads = [u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed]
-        if name in _POWERS:
-            return reads if name == "square" or argument(node, "exponent") == 2 else []
-        return reads if name == "mul" and len(reads) == 2 else []
+        return reads if is_second_power(node) or (name == "mul" and len(reads) == 2) else []
 
     def _origin(self, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         """The value that ``value`` is a view, a multiple or an average of, and the nodes that average."""
@@ -204,7 +193,7 @@ class _Moments:
                 averages += between
             else:
                 read = self._read(value)
-                if read is not None and not self._moves(value) and base_name(op_name(value)) not in _SCALES:
+                if read is not None and not only_moves(value, self.op_list) and base_name(op_name(value)) not in SCALES:
                     averages.append(value)
             if read is None:
                 return value, averages
@@ -228,15 +217,11 @@ class _Moments:
         reads = [
             u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed and not is_size(u, name)
         ]
-        is_linear = name in (*_SCALES, *_AVERAGES) or name.startswith(_POOLS) or self._is_product(node)
-        return reads[0] if len(reads) == 1 and (is_linear or self._moves(node)) else None
+        is_linear = name in (*SCALES, *_AVERAGES) or name.startswith(_POOLS) or self._is_product(node)
+        return reads[0] if len(reads) == 1 and (is_linear or only_moves(node, self.op_list)) else None
 
     def _is_product(self, node: fx.Node) -> bool:
         return self.facts.reduces.get(base_name(op_name(node)), "elements") != "elements"
-
-    def _moves(self, node: fx.Node) -> bool:
-        rule = self.op_list.rule(op_name(node)) if node.op == "call_function" else None
-        return rule is not None and rule.category is Category.CLEAR
 
 
 def is_size(use: Use, name: str) -> bool:
@@ -368,10 +353,8 @@ class Demands:
         """The products that read the result of an op whose demand goes both ways."""
         made: dict[fx.Node, Demand] = {}
         for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
-            demand, before = (
-                self.ports.op_list.demand(op_name(node)),
-                [made[r] for r in node.all_input_nodes if r in made],
-            )
+            demand = self.ports.op_list.demand(op_name(node))
+            before = [made[r] for r in node.all_input_nodes if r in made]
             if demand is not None and demand.through == "both":
                 made[node] = demand
             elif before and (decisions[node].category.is_free or is_member(node)):
@@ -404,9 +387,8 @@ def _is_made_by(value: fx.Node, ops: tuple[str, ...], op_list: OpList) -> bool:
     while value.op == "call_function":
         if base_name(op_name(value)) in ops:
             return True
-        rule = op_list.rule(op_name(value))
         reads = [u.node for u in uses(value) if has_float32(u.node)]
-        if rule is None or rule.category not in (Category.CLEAR, Category.INFER) or len(reads) != 1:
+        if listed_category(value, op_list) not in (Category.CLEAR, Category.INFER) or len(reads) != 1:
             return False
         value = reads[0]
     return False
@@ -423,8 +405,7 @@ def _inverted(value: fx.Node, op_list: OpList) -> fx.Node | None:
             return reads[0].node
         if name == "pow" and argument(value, "exponent") == -1:
             return reads[0].node
-        rule = op_list.rule(op_name(value))
-        if name not in ("mul", "neg") and (rule is None or rule.category is not Category.CLEAR):
+        if name not in ("mul", "neg") and not only_moves(value, op_list):
             return None
         value = reads[0].node
     return None
@@ -432,9 +413,5 @@ def _inverted(value: fx.Node, op_list: OpList) -> fx.Node | None:
 
 def _is_parameter(value: fx.Node, parameters: frozenset[str], op_list: OpList) -> bool:
     """True for a parameter and for views of it."""
-    while value.op == "call_function":
-        rule = op_list.rule(op_name(value))
-        if rule is None or rule.category is not Category.CLEAR or len(value.all_input_nodes) != 1:
-            return False
-        value = value.all_input_nodes[0]
+    value = behind_moves(value, op_list)
     return value.op == "get_attr" and str(value.target) in parameters

@@ -17,6 +17,7 @@ from autocastfx.graph.magnitude import Magnitude, is_here, magnitude
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, constants, example, has_float32, largest_size, tensors, uses
 from autocastfx.graph.sizes import Size, product
+from autocastfx.passes.analysis.units import listed_category, only_moves
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
@@ -137,8 +138,7 @@ class WholeNumbers:
         hiding: set[fx.Node] = set()
         written = alias_sets(graph).keys()  # what these hold now, they do not hold later
         for node in graph.nodes:
-            rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
-            category = rule.category if rule is not None else None
+            category = listed_category(node, op_list)
             own = _reach(node, reach, category, facts, size)
             if node.op == "get_attr" and node not in written:
                 own = whole.get(str(node.target))
@@ -307,8 +307,7 @@ def cast_once(attributes: Mapping[str, torch.Tensor]) -> dict[str, int]:
 # Distances written as a² + b² - 2ab: a small difference of large sums, of which one is a matrix product.
 
 _SUMS = ("add", "sub", "rsub", "addmm", "baddbmm")
-_SCALES = ("mul", "div", "neg")
-_POWERS = ("pow", "square")
+SCALES = ("mul", "div", "neg")
 
 
 def distance_products(
@@ -341,12 +340,18 @@ def distance_products(
     return products
 
 
+def is_second_power(node: fx.Node) -> bool:
+    """True for ``square``, and for ``pow`` with the exponent 2."""
+    name = base_name(op_name(node))
+    return name == "square" or (name == "pow" and argument(node, "exponent") == 2)
+
+
 def _is_square(node: fx.Node, facts: KernelFacts, size: Size) -> bool:
     if node.op != "call_function" or not has_float32(node):
         return False
     name = base_name(op_name(node))
-    if name in _POWERS:
-        return name == "square" or argument(node, "exponent") == 2
+    if is_second_power(node):
+        return True
     reads = [u.node for u in uses(node)]
     if len(reads) != 2 or reads[0] is not reads[1]:
         return False
@@ -360,7 +365,7 @@ def _terms(node: fx.Node, op_list: OpList) -> Iterator[fx.Node]:
     def added(term: fx.Node) -> Iterator[fx.Node]:
         name = base_name(op_name(term)) if term.op == "call_function" else ""
         reads = [u.node for u in uses(term) if has_float32(u.node)]
-        if name in _SUMS or (name in _SCALES and len(reads) == 1) or _moves(term, op_list):
+        if name in _SUMS or (name in SCALES and len(reads) == 1) or only_moves(term, op_list):
             yield from (r for r in reads if name[-2:] != "mm" or r is argument(term, "self"))
 
     yield from reachable([node], added)
@@ -371,16 +376,11 @@ def _adds_up(term: fx.Node, square: fx.Node) -> bool:
     return term is square or (term.op == "call_function" and square in term.all_input_nodes)
 
 
-def _moves(node: fx.Node, op_list: OpList) -> bool:
-    rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
-    return rule is not None and rule.category is Category.CLEAR
-
-
 def _origin(value: fx.Node, op_list: OpList) -> fx.Node:
     """The value that ``value`` shows or scales, through views and products with a number."""
     while value.op == "call_function":
         reads = [u.node for u in uses(value) if has_float32(u.node)]
-        if len(reads) != 1 or not (base_name(op_name(value)) in _SCALES or _moves(value, op_list)):
+        if len(reads) != 1 or not (base_name(op_name(value)) in SCALES or only_moves(value, op_list)):
             break
         value = reads[0]
     return value

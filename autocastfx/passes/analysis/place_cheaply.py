@@ -194,23 +194,16 @@ def decisive(node: fx.Node, ports: Ports, outside: Set[fx.Node]) -> Iterator[fx.
 # The values that are read in 16 bits alone, and the views of weights that may be made so.
 
 
-@dataclass(frozen=True)
-class LowReads:
-    """Finds the values that are read low only, by given placements."""
-
-    placements: Mapping[fx.Node, Placement]
-    ports: Ports
-
-    def all_of(self, value: fx.Node) -> bool:
-        """True if ``value`` is read, and every reader casts it to 16 bits."""
-        return bool(value.users) and all(self._reads(reader, value) for reader in value.users)
-
-    def _reads(self, reader: fx.Node, value: fx.Node) -> bool:
-        placement = self.placements.get(reader)
+def is_read_low(value: fx.Node, placements: Mapping[fx.Node, Placement], ports: Ports) -> bool:
+    """True if ``value`` is read, and every reader casts it to 16 bits, by these placements."""
+    for reader in value.users:
+        placement = placements.get(reader)
         if placement is None or placement.run is not Precision.LOW:
             return False
         read = [use for use in uses(reader) if use.node is value]
-        return not any(u.argument in placement.as_stored or self.ports.stays_float32(reader, u) for u in read)
+        if any(u.argument in placement.as_stored or ports.stays_float32(reader, u) for u in read):
+            return False
+    return bool(value.users)
 
 
 def lower_views(
@@ -231,11 +224,12 @@ def lower_views(
     for node in graph.nodes:
         if _is_view(node, parameters, views) and node not in storages and decisions[node].category is Category.CLEAR:
             views.add(node)
-    reads, lowered = LowReads(placements, ports), set[fx.Node]()
+    lowered = set[fx.Node]()
     for node in (n for n in reversed(list(graph.nodes)) if n in views):
         was = placements[node]
         follows = len(node.users) == 1 and next(iter(node.users)) in lowered
-        if (was.run, was.store) == (Precision.FLOAT32, Precision.FLOAT32) and (follows or reads.all_of(node)):
+        is_wide = was.run is Precision.FLOAT32 and was.store is Precision.FLOAT32
+        if is_wide and (follows or is_read_low(node, placements, ports)):
             new_placements[node] = Placement(Precision.LOW, Precision.LOW, Cause(Why.VIEW_OF_WEIGHT))
             lowered.add(node)
     return new_placements

@@ -61,6 +61,27 @@ def read_low(node: fx.Node, *, rounds: bool, recomputes: bool) -> None:
     node.kwargs = {**{key: value for key, value in given.items() if value is not None}, **options}
 
 
+# What the list says of an op, whatever module and device it is in.
+
+
+def listed_category(node: fx.Node, op_list: OpList) -> Category | None:
+    """The category by the rule for the op of ``node``; None for an op without one, and for what is no op."""
+    rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
+    return None if rule is None else rule.category
+
+
+def only_moves(node: fx.Node, op_list: OpList) -> bool:
+    """True if the list says that ``node`` only moves or selects values."""
+    return listed_category(node, op_list) is Category.CLEAR
+
+
+def behind_moves(value: fx.Node, op_list: OpList) -> fx.Node:
+    """The value that ``value`` shows, behind the ops that only move it."""
+    while only_moves(value, op_list) and len(value.all_input_nodes) == 1:
+        value = value.all_input_nodes[0]
+    return value
+
+
 # The inputs of a node that are not cast to the precision that it runs in: one answer for all passes.
 
 _CASTS = ("to", "_to_copy")

@@ -14,6 +14,7 @@ from autocastfx.graph.alias import alias_sets, is_view, is_view_or_copy, reachab
 from autocastfx.graph.magnitude import Magnitude, filled, read_as_scores, takes_mask
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Use, has_float32, tensors, uses, value
+from autocastfx.passes.analysis.units import listed_category, only_moves
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
@@ -47,10 +48,8 @@ def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
     made = {node: read_as_scores(node, written) for node in candidates}
     numbers: dict[fx.Node, set[float]] = {}
     for node, reached in made.items():
-        for each in reached:
+        for each in {node, *reached}:  # one that was not followed so far meets those that reach it, too
             numbers.setdefault(each, set()).add(candidates[node][1])
-    for node, (_, number) in candidates.items():  # one that was not followed so far meets those that reach it, too
-        numbers.setdefault(node, set()).add(number)
     alone = {node for node, reached in made.items() if reached and all(len(numbers[each]) == 1 for each in reached)}
     return {node: Fill(*candidates[node], made[node]) for node in candidates if node in alone}
 
@@ -218,7 +217,7 @@ def _own(
         return _Known(magnitudes[str(node.target)], str(node.target), is_held=True)
     if node in measured:
         return _Known(measured[node], node.name, is_held=False)
-    if _category(node, op_list) is not Category.CLEAR or not has_float32(node):
+    if not only_moves(node, op_list) or not has_float32(node):
         return None
     return _joined([u.node for u in uses(node) if has_float32(u.node)], known)
 
@@ -231,11 +230,6 @@ def _joined(sources: Sequence[fx.Node], known: Mapping[fx.Node, _Known]) -> _Kno
     furthest = max(known_sources, key=lambda k: k.magnitude.largest)
     rms = max(k.magnitude.rms for k in known_sources) if len(known_sources) == len(sources) else math.inf
     return replace(furthest, magnitude=replace(furthest.magnitude, rms=rms))
-
-
-def _category(node: fx.Node, op_list: OpList) -> Category | None:
-    rule = op_list.rule(op_name(node))
-    return None if rule is None else rule.category
 
 
 def _reasons(
@@ -255,7 +249,7 @@ def _reasons(
             yield f"its input {source.reached()}, {limit.shown(source.magnitude.largest)}"
     if own is not None and limit.loses(own.magnitude):
         yield f"{own.typical()}, {limit.shown_lost()}"
-    narrows = not measured and _category(node, op_list) is Category.ALLOW
+    narrows = not measured and listed_category(node, op_list) is Category.ALLOW
     for source in (known[u.node] for u in reads if not (narrows or _adds(node, u))):
         if limit.loses(source.magnitude):
             yield f"its input {source.typical()}, {limit.shown_lost()}"

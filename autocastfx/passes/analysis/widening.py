@@ -105,19 +105,16 @@ class Widener:
             decisions: of all computing nodes of a graph; ``deny`` is raised.
             fixed: as in :meth:`decide`.
         """
-        flow = _Flow(self.low, self.keep_output_dtype, decisions, fixed, frozenset(self.facts.takes_dtype))
-        return flow.placements()
+        return _Flow(self, decisions, fixed).placements()
 
 
 @dataclass(frozen=True)
 class _Flow:
     """Where the float32 values of raised nodes flow."""
 
-    low: torch.dtype
-    keep_output_dtype: bool
+    widener: Widener
     decisions: Mapping[fx.Node, Decision]
     fixed: Set[fx.Node]
-    takes_dtype: frozenset[str]
 
     def placements(self) -> dict[fx.Node, Placement]:
         raised = {node for node, decision in self.decisions.items() if decision.category.is_float32}
@@ -136,13 +133,13 @@ class _Flow:
         """True for an op that gives float32 of float32, and may."""
         decision = self.decisions[node]
         may = decision.category.is_free and node not in self.fixed
-        return may and self.low in dtypes(node) and op_name(node) not in CASTS
+        return may and self.widener.low in dtypes(node) and op_name(node) not in CASTS
 
     def _goes_on(self, node: fx.Node, raised: Set[fx.Node], sources: Mapping[fx.Node, fx.Node]) -> bool:
         """True if all that ``node`` reads in 16 bits is float32 now, and all that reads it takes float32."""
-        if any(self.low in dtypes(r) and r not in raised and r not in sources for r in node.all_input_nodes):
+        if any(self.widener.low in dtypes(r) and r not in raised and r not in sources for r in node.all_input_nodes):
             return False
-        if is_member(node) and (node.all_input_nodes[0] in raised or self.low not in dtypes(node)):
+        if is_member(node) and (node.all_input_nodes[0] in raised or self.widener.low not in dtypes(node)):
             return True  # the op gives its results so, whoever reads them
         return all(u in raised or u in sources or self._takes_any(u) for u in node.users)
 
@@ -150,12 +147,12 @@ class _Flow:
         """True if ``node`` gives the same dtype, and nothing less exact, whatever the precision of its operand is."""
         decision = self.decisions.get(node)
         if decision is None:
-            return node.op == "output" and not self.keep_output_dtype
+            return node.op == "output" and not self.widener.keep_output_dtype
         if isinstance(value(node), (int, torch.SymInt)):  # it reads a size
             return True
         if argument(node, "other") is not None:  # a type_as that has nothing to do gives no copy, and no schema says so
             return False
-        names = base_name(op_name(node)) in self.takes_dtype and argument(node, "dtype") in _WIDE
+        names = base_name(op_name(node)) in self.widener.facts.takes_dtype and argument(node, "dtype") in _WIDE
         casts = decision.source is Forced.USER_CAST and set(dtypes(node)) <= {*_WIDE}
         return names or casts
 
@@ -171,7 +168,7 @@ class _Flow:
             return Placement(Precision.CAPTURED, Precision.CAPTURED, Cause(Why.NO_FLOAT32))
         given = {use.argument for use in uses(node) if use.node in wide} if self._takes_any(node) else set[str]()
         floating = {d for n in (node, *node.all_input_nodes) for d in dtypes(n) if d.is_floating_point}
-        run = Precision.LOW if floating == {self.low} else Precision.CAPTURED
+        run = Precision.LOW if floating == {self.widener.low} else Precision.CAPTURED
         return Placement(run, run, Cause(Why.AS_CAPTURED), tuple(sorted(given)))
 
 

@@ -90,7 +90,8 @@ class Pattern:
     def _ops(self) -> tuple[frozenset[str], ...]:
         """The ops of each formula."""
         results = (result for same in self._results.values() for result in same)
-        return tuple(frozenset(op_name(node) for node in _inner(result.graph)) for result in results)
+        calls = ("call_function", "call_method")
+        return tuple(frozenset(op_name(n) for n in result.graph.nodes if n.op in calls) for result in results)
 
     def _matches(self, known: Any, captured: Any, bound: Bound) -> Iterator[Bound]:
         """Every way to read ``captured``, an argument in a captured graph, as ``known``, one in a formula's graph."""
@@ -134,10 +135,6 @@ def _graph(formula: Formula) -> fx.Node:
     parameters = inspect.signature(formula).parameters
     result: fx.Proxy = formula(*(fx.Proxy(graph.placeholder(name), tracer) for name in parameters))
     return result.node
-
-
-def _inner(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op in ("call_function", "call_method"))
 
 
 def _is_same(known: Any, captured: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class Dispatch:
             and not self.is_operator(node)
         ):
             return Precision.CAPTURED, Why.INPUTS_CROSS_BORDER
-        read = [leaf for leaf in _leaves(node, values) if isinstance(leaf, torch.Tensor)]
+        leaves = pytree.tree_leaves(map_arg((node.args, node.kwargs), lambda n: values[n]))
+        read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors(node):
             return Precision.CAPTURED, Why.NO_TENSOR
         if not any(self.eligible(t) for t in read):
@@ -121,9 +122,7 @@ class Dispatch:
             isinstance(t, torch.Tensor) for t in pytree.tree_leaves(captured)
         ):
             return captured
-        leaves, spec = pytree.tree_flatten(captured)
-        result = pytree.tree_leaves(self._run(node, precision, values))
-        return pytree.tree_unflatten([in_dtype_of(a, b) for a, b in zip(leaves, result, strict=True)], spec)
+        return in_dtype_of(captured, self._run(node, precision, values))
 
     def _run(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
@@ -164,13 +163,6 @@ class Followed:
     dispatch: Dispatch
     placements: Mapping[fx.Node, Placement]
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
-
-
-def _leaves(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[Any]:
-    """Yield the values that ``node`` reads, in the order of its arguments."""
-    leaves: list[Any] = []
-    map_arg((node.args, node.kwargs), lambda n: leaves.extend(pytree.tree_leaves(values[n])))
-    yield from leaves
 
 
 def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:

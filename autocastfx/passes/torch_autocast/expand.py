@@ -48,6 +48,15 @@ def _set_values(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:
     run.run(*inputs, enable_io_processing=False)
 
 
+def _taken(node: fx.Node, results: Mapping[fx.Node, Any]) -> Any:
+    """Return the member that ``node`` takes out of the results of parts; None if it does anything else."""
+    if op_name(node) != "getitem":
+        return None
+    source, key = node.args[:2]
+    members = results.get(cast("fx.Node", source))
+    return members[cast("int", key)] if isinstance(members, (list, tuple)) else None
+
+
 @dataclass
 class _Run:
     dispatch: Dispatch
@@ -61,32 +70,11 @@ class _Run:
         if node.op == "output":
             self.graph.output(map_arg(node.args[0], self._copied)).meta.update(node.meta)
             return
-        taken = self._taken(node)
-        if taken is not None:
-            self.copies[node] = taken
-            return
-        copied = self.graph.create_node(
-            node.op,
-            node.target,
-            map_arg(node.args, self._copied),
-            map_arg(node.kwargs, self._copied),
-            name=node.name,
-            type_expr=node.type,
-        )
-        copied.meta.update(node.meta)
-        self.copies[node] = self._expanded(copied)
+        taken = _taken(node, self.copies)
+        self.copies[node] = self._expanded(self.graph.node_copy(node, self._copied)) if taken is None else taken
 
     def _copied(self, node: fx.Node) -> Any:
         return self.copies[node]
-
-    def _taken(self, node: fx.Node) -> Any:
-        """Return the member that ``node`` takes out of the results of parts; None if it does anything else."""
-        if node.op == "call_function" and op_name(node) == "getitem":
-            source, key = node.args[:2]
-            members = self.copies.get(cast("fx.Node", source))
-            if isinstance(members, (list, tuple)):
-                return members[cast("int", key)]
-        return None
 
     def _expanded(self, node: fx.Node) -> Any:
         """``node``, just made, or the results of the parts that replace it."""
@@ -116,7 +104,8 @@ class _Run:
         key = self._key(node)
         if key in self.whole:
             return None
-        now = {read: self._now(read) for read in node.all_input_nodes}
+        # The captured values, whose sizes are symbolic, in the dtypes that they have under torch.autocast.
+        now = {read: in_dtype_of(value(read), self.values[read]) for read in node.all_input_nodes}
         traced = self._trace(node, now)
         if traced is None or not self._holds_listed(traced):
             self.whole.add(key)
@@ -132,12 +121,6 @@ class _Run:
 
         leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
         return (node.target, *(described(leaf) for leaf in leaves))
-
-    def _now(self, node: fx.Node) -> Any:
-        """The captured abstract value, whose sizes are symbolic, in the dtypes that it has under torch.autocast."""
-        leaves, spec = pytree.tree_flatten(value(node))
-        actual = pytree.tree_leaves(self.values[node])
-        return pytree.tree_unflatten([in_dtype_of(a, b) for a, b in zip(leaves, actual, strict=True)], spec)
 
     def _trace(self, node: fx.Node, now: Mapping[fx.Node, Any]) -> fx.GraphModule | None:
         """The calls that the composite makes on the values ``now``, with abstract values; None if it cannot be traced.
@@ -198,12 +181,11 @@ class _Run:
             elif part.op == "output":
                 result = map_arg(part.args[0], lambda n: inner[n])
             else:
-                source, name = part.args[0] if part.args else None, f"{node.name}_{part.name}"
-                members = inner.get(cast("fx.Node", source)) if op_name(part) == "getitem" else None
-                if isinstance(members, (list, tuple)):
-                    inner[part] = members[cast("int", part.args[1])]
+                if (taken := _taken(part, inner)) is not None:
+                    inner[part] = taken
                     continue
                 args, kwargs = map_arg((part.args, part.kwargs), lambda n: inner[n])
+                name = f"{node.name}_{part.name}"
                 copied = self.graph.create_node("call_function", part.target, args, kwargs, name=name)
                 place_like(copied, node)
                 set_value(copied, value(part))
