@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.operators.float8 import quantize
+from autocastfx.training.loss_scale import is_capturing
 from autocastfx.training.masters import TensorMark
 
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
@@ -370,11 +371,6 @@ class WorkingCopies:
             self._watches = True
             handle = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
             weakref.finalize(self, handle.remove)
-
-
-def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
-    """True while work of this thread on the device of one of ``tensors`` is being captured into a CUDA graph."""
-    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def _is_abstract_or_traced() -> bool:

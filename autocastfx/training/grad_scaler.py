@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import widened
 from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, agree
@@ -88,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outputs)):
             raise ArgumentError(f"scale takes a tensor or a tree of tensors, not a {type(outputs).__name__}")
-        return pytree.tree_map_only(torch.Tensor, lambda one: super(GradScaler, self).scale(_widened(one)), outputs)
+        return pytree.tree_map_only(torch.Tensor, lambda one: super(GradScaler, self).scale(widened(one)), outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale in place, before they are clipped, for example.
@@ -256,10 +256,6 @@ class GradScaler(torch.amp.GradScaler):
             self._left = self._rule.overflows_to_floor(scale)
             if self._left <= 0 and bool(found_inf.item()):
                 raise exhausted(optimizer.param_groups, scale)
-
-
-def _widened(loss: torch.Tensor) -> torch.Tensor:
-    return loss.float() if loss.dtype in LOW_DTYPES else loss
 
 
 def _split(

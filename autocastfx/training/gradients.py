@@ -208,7 +208,7 @@ def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: flo
     if not grads:
         return total_norm
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
+    for device, alike in _alike(grads):
         _KERNELS._foreach_mul_(alike, factor.to(device))
     return total_norm
 

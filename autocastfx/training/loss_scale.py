@@ -7,7 +7,7 @@ gradients; the optimizer divides by the scale in float32 (Micikevicius et al., "
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -154,7 +154,12 @@ class _ConstantLossScale:
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
         """Return the saved scale with fresh counters, if it is this one; else raise."""
-        return _admit_constant(self, saved)
+        if saved.scale != _float32(self.initial):
+            raise LossScaleError(
+                f"the state holds the loss scale {saved.scale:g}, but the scale of {self} is always {self.initial:g}: "
+                f"{_OTHER_RULE}"
+            )
+        return ScaleNumbers(saved.scale, 0, 1)
 
     def overflows_to_floor(self, scale: float) -> float:
         """Return inf: there is no floor."""
@@ -300,15 +305,6 @@ def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float
     return 2.0**exponent
 
 
-def _admit_constant(rule: LossScale, saved: ScaleNumbers) -> ScaleNumbers:
-    if saved.scale != _float32(rule.initial):
-        raise LossScaleError(
-            f"the state holds the loss scale {saved.scale:g}, but the scale of {rule} is always {rule.initial:g}: "
-            f"{_OTHER_RULE}"
-        )
-    return ScaleNumbers(saved.scale, 0, 1)
-
-
 def _float32(number: float) -> float:
     return float(torch.tensor(number, dtype=torch.float32))  # as a state holds it
 
@@ -366,6 +362,6 @@ def moved(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return number.to(device, non_blocking=device.type != "cpu")
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """True while work on the device of ``tensor`` is being captured into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
+    """True while work of this thread on the device of one of ``tensors`` is being captured into a CUDA graph."""
+    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()

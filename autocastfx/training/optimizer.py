@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from types import TracebackType
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -77,32 +77,22 @@ def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, p
 # Save what an optimizer's step changes, so that a failed step can be undone.
 
 
-class Snapshot:
-    """A copy of an optimizer's weights and state. An exception in its ``with`` block restores them."""
-
-    def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
-        masters.follow()
-        self._optimizer, self._masters = optimizer, masters
-        self._weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(
-        self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if raised is not None:
-            self.restore()
-
-    def restore(self) -> None:
-        """Restore weights, optimizer state, and the 16-bit parameters of masters."""
+@contextmanager
+def undone_if_it_fails(optimizer: Optimizer, masters: Masters) -> Generator[None]:
+    """An exception inside restores the optimizer's weights and state, and the 16-bit parameters of masters."""
+    masters.follow()
+    weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    state = {p: copy.deepcopy(own) for p, own in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
         with torch.no_grad():
-            for parameter, weight in self._weights:
+            for parameter, weight in weights:
                 parameter.copy_(weight)
-        self._masters.publish()
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        masters.publish()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
 
 
 # Notice that gradients are changed while they are still scaled, as when they are clipped too early.
@@ -156,39 +146,12 @@ def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
 # The result of an optimizer step, read from the device on demand.
 
 
-@dataclass(frozen=True)
-class GradientsOf:
-    """The parameter groups of a step, available while they still hold that step's gradients.
-
-    Attributes:
-        groups: the optimizer's groups.
-        are_still: returns True while the gradients are those of the step.
-    """
-
-    groups: Sequence[dict[str, Any]]
-    are_still: Callable[[], bool]
-
-    def __call__(self) -> Sequence[dict[str, Any]]:
-        """Return the groups.
-
-        Raises:
-            LossScaleError: the step's gradients are gone.
-        """
-        has_any = any(p.grad is not None for group in self.groups for p in group["params"])
-        if not has_any or not self.are_still():
-            raise LossScaleError(
-                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
-                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
-            )
-        return self.groups
-
-
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """The result of a step of ``LossScalingOptimizer``. Only reading a value waits for the device."""
 
     _unscaled: Unscaled
-    _groups: GradientsOf
+    _groups: Callable[[], Sequence[dict[str, Any]]]  # with the gradients of the step, or raises
 
     @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
     def found_inf(self) -> bool:
@@ -246,7 +209,7 @@ def overflowed(found_inf: torch.Tensor) -> bool:
     Raises:
         LossScaleError: a CUDA graph is being captured, which cannot ask.
     """
-    if is_capturing(found_inf):
+    if is_capturing([found_inf]):
         raise LossScaleError(
             "whether to skip this step would be decided by the host, which a CUDA graph cannot ask. Use a fused "
             "optimizer (fused=True), and capture after a step that was not skipped (optimizer.last_step.skipped): the "
@@ -511,7 +474,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             return seen[0]
 
         try:
-            with Snapshot(self.optimizer, self.masters):
+            with undone_if_it_fails(self.optimizer, self.masters):
                 result, skipped = cast("Any", self.optimizer).step(evaluate), False
         except _Overflow:
             result, skipped = seen[0], True
@@ -543,9 +506,17 @@ class LossScalingOptimizer(WrappingOptimizer):
             raise LossScaleError("there was no step yet: call step() first.")
         if isinstance(self._last, tuple):  # made on demand, because most callers never read it
             unscaled, epoch = self._last
-            still = GradientsOf(self.param_groups, lambda: self._epoch == epoch)
-            self._last = StepResult(unscaled, still)
+            self._last = StepResult(unscaled, partial(self._groups_of, epoch))
         return self._last
+
+    def _groups_of(self, epoch: int) -> Sequence[dict[str, Any]]:
+        """Return the groups, while their gradients are those of the step of this epoch."""
+        if self._epoch != epoch or all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise LossScaleError(
+                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
+                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
+            )
+        return self.param_groups
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """Call ``scheduler.step(*args)`` unless the last step was skipped."""
