@@ -288,11 +288,6 @@ class WorkingCopies:
                 copy.aliases = 0
         self.groups.clear()
 
-    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
-        if type(master) is not nn.Parameter or master.is_inference():
-            return None
-        return None if self._is_captured((master,)) else self._adopt(master, dtype)
-
     def _renew(self, stale: list[tuple[WorkingCopy, torch.Tensor]]) -> None:
         """Renew each copy from its master, in place where no graph of autograd waits to read what is there.
 
@@ -338,7 +333,9 @@ class WorkingCopies:
                 stacklevel=2,
             )
 
-    def _adopt(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
+    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
+        if type(master) is not nn.Parameter or master.is_inference() or self._is_captured((master,)):
+            return None
         self._refuse_sharded()
         self._watch_optimizers()
         key = (id(master), dtype)

@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(dict(state_dict))
             return
-        numbers = self._rule.admit(ScaleNumbers.of({"spare": 1, **state_dict}, spare=1))
+        numbers = self._rule.admit(ScaleNumbers.of(state_dict, spare=1))
         own = {name: getattr(self, f"_{name}") for name in ("growth_factor", "backoff_factor", "growth_interval")}
         super().load_state_dict({**own, **state_dict, "scale": numbers.scale, "_growth_tracker": numbers.good_steps})
         self._skips, self._left = int(state_dict.get("skipped_steps", 0)), 0

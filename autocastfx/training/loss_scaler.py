@@ -317,5 +317,4 @@ class LossScaler:
         Raises:
             LossScaleError: ``load_state_dict`` would refuse the state.
         """
-        fresh = self.rule.state(torch.device("cpu"))
-        return self.rule.admit(ScaleNumbers.of(state, spare=int(fresh.spare.item())))
+        return self.rule.admit(ScaleNumbers.of(state, spare=self.rule.spare))

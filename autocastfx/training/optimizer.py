@@ -30,7 +30,7 @@ from autocastfx.training.wrapping_optimizer import (
     steps_twice,
 )
 
-# Divide gradients by the loss scale, and keep the findings until the step.
+# What is found when gradients are divided by the loss scale, kept until the step.
 
 _ZERO, _ONE = torch.zeros(()), torch.ones(())
 
@@ -50,28 +50,6 @@ class Unscaled:
     scale: torch.Tensor
     is_empty: bool = False
     norm: torch.Tensor | None = None
-
-
-def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: Agreeing) -> Unscaled:
-    """Divide the gradients of ``groups`` by the scale in place. Does nothing if the scale checks no gradients.
-
-    Raises:
-        LossScaleError: the gradients do not have the scale's present value.
-    """
-    if not scaler.rule.is_checked:
-        return Unscaled(_ZERO, _ONE)
-    optimizer.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
-    grads = gradients.present(groups)
-    if grads:
-        scaler.rounds.check(optimizer)
-    scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
-    found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
-    gradients.unscale_(grads, scale.reciprocal(), found_inf)
-    agree(found_inf, process_group, groups)
-    if grads:
-        return Unscaled(found_inf, scale)
-    is_empty = bool(found_inf.item() < 0)
-    return Unscaled(found_inf.clamp_(min=0), scale, is_empty)
 
 
 # Save what an optimizer's step changes, so that a failed step can be undone.
@@ -107,23 +85,18 @@ class ScaledChange:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._watched = next((p for p in parameters if p.requires_grad and p.is_leaf), None)
-        self._seen: tuple[int, int] | None = None
+        self._seen: list[tuple[int, int] | None] = []  # one at most
         if self._watched is not None:
-            see = weakref.WeakMethod(self._see)
+            seen = self._seen  # the hook must not keep self alive
 
             def note(parameter: torch.Tensor) -> None:
-                alive = see()
-                if alive is not None:
-                    alive(parameter)
+                seen[:] = [_version(parameter)]
 
             weakref.finalize(self, self._watched.register_post_accumulate_grad_hook(note).remove)
 
-    def _see(self, parameter: torch.Tensor) -> None:
-        self._seen = _version(parameter)
-
     def warn(self, remedy: str) -> None:
         """Warn if the gradient was changed in place since it was computed. Call it before gradients are unscaled."""
-        seen, self._seen = self._seen, None
+        seen = self._seen.pop() if self._seen else None
         if seen is None or self._watched is None or (dist.is_available() and dist.is_initialized()):
             return
         now = _version(self._watched)
@@ -384,7 +357,25 @@ class LossScalingOptimizer(WrappingOptimizer):
         if self._unscaled is not None:
             return
         with torch.no_grad():
-            self._unscaled = unscale_(self, self.optimizer.param_groups, self.loss_scaler, self.process_group)
+            self._unscaled = self._divided()
+
+    def _divided(self) -> Unscaled:
+        """Divide the gradients by the scale in place; does nothing if the scale checks no gradients."""
+        scaler, groups = self.loss_scaler, self.optimizer.param_groups
+        if not scaler.rule.is_checked:
+            return Unscaled(_ZERO, _ONE)
+        self.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
+        grads = gradients.present(groups)
+        if grads:
+            scaler.rounds.check(self)
+        scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+        found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
+        gradients.unscale_(grads, scale.reciprocal(), found_inf)
+        agree(found_inf, self.process_group, groups)
+        if grads:
+            return Unscaled(found_inf, scale)
+        is_empty = bool(found_inf.item() < 0)
+        return Unscaled(found_inf.clamp_(min=0), scale, is_empty)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their total norm, as ``torch.nn.utils.clip_grad_norm_``.
