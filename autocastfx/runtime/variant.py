@@ -401,15 +401,8 @@ class Variant(nn.Module):
             value = getattr(self, name)
             attributes[target] = GraphData.of(value) if isinstance(value, fx.GraphModule) else value
         places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
-        fields = {
-            "plan": self.plan,
-            "out_spec": pack_spec(self.out_spec),
-            "structure": self.structure,
-            "guard": self.guard,
-            "modes": self.modes,
-            "state": self.state,
-            "device": self.device,
-        }
+        fields = {name: getattr(self, name) for name in ("plan", "structure", "guard", "modes", "state", "device")}
+        fields["out_spec"] = pack_spec(self.out_spec)
         return (_restore, (data_of(self.graph, places), attributes, fields))
 
 

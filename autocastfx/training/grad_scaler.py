@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,7 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        closure, args, kwargs = _split(args, kwargs)
+        by_name = kwargs.pop("closure", None)
+        closure, args = (args[0], args[1:]) if args else (by_name, ())
         loss = None
         if needs_closure(optimizer):
             raise UnsupportedError(
@@ -256,14 +257,6 @@ class GradScaler(torch.amp.GradScaler):
             self._left = self._rule.overflows_to_floor(scale)
             if self._left <= 0 and bool(found_inf.item()):
                 raise exhausted(optimizer.param_groups, scale)
-
-
-def _split(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Take the closure out of the arguments of ``step``."""
-    named = {name: given for name, given in kwargs.items() if name != "closure"}
-    return (args[0], args[1:], named) if args else (kwargs.get("closure"), (), named)
 
 
 def _without_gradients() -> LossScaleError:

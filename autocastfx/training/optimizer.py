@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
 from autocastfx.training import gradients
-from autocastfx.training.gradients import SHARDED, Agreeing, agree, checked
+from autocastfx.training.gradients import SHARDED, WORLD, Agreeing, agree
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
@@ -260,12 +260,16 @@ class LossScalingOptimizer(WrappingOptimizer):
             )
         if masters not in _MASTERS:
             raise ArgumentError(f"masters is one of {', '.join(map(repr, _MASTERS))}, not {masters!r}")
+        if isinstance(process_group, str) and process_group not in (SHARDED, WORLD):
+            raise ArgumentError(
+                f"process_group is {SHARDED!r}, {WORLD!r}, a process group or None, not {process_group!r}."
+            )
         for group in optimizer.param_groups:
             gradients.refuse_complex(group)
         super().__init__(optimizer)
         is_live = isinstance(loss_scale, LossScaler)
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
-        self.process_group = checked(process_group)
+        self.process_group = process_group
         self.masters = _MASTERS[masters](optimizer)
         self._note_masters()
         self._set_up()
