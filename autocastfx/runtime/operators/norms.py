@@ -39,6 +39,10 @@ def _dims(normalized_shape: Sequence[int]) -> list[int]:
     return list(range(-len(normalized_shape), 0))
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
     """Return one over the root mean square of each row of ``x``, which is float32 or float64."""
     return torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
@@ -46,7 +50,7 @@ def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
 
 def _parts(x: Tensor, dims: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """Return the result and ``_rstd``."""
-    wide = widened(x)
+    wide = _wide(x)
     rstd = _rstd(wide, dims, eps)
     result = wide * rstd
     return (result if weight is None else weight * result).to(x.dtype), rstd
@@ -68,9 +72,9 @@ class _RMSNorm(torch.autograd.Function):
         if gradients[0] is None:
             return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
-        gradient = widened(gradients[0])
+        gradient = _wide(gradients[0])
         if torch.is_grad_enabled():  # create_graph=True: the saved rstd is detached from the input
-            rstd = _rstd(widened(x), ctx.dims, ctx.eps)
+            rstd = _rstd(_wide(x), ctx.dims, ctx.eps)
         normal, of_x, of_weight = x * rstd, None, None  # float32, as rstd is
         if ctx.needs_input_grad[0]:
             scaled = gradient if weight is None else gradient * weight

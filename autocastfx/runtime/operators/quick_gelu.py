@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocastfx.dtypes import widened
-
 SLOPE = 1.702
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define("quick_gelu(Tensor self) -> Tensor")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _QuickGELU(torch.autograd.Function):
@@ -27,7 +29,7 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        wide, gradient = widened(x), widened(gradients[0])
+        wide, gradient = _wide(x), _wide(gradients[0])
         if torch.is_grad_enabled():  # create_graph=True: silu_backward below is not differentiable
             s = torch.sigmoid(SLOPE * wide)
             return (gradient * (s + SLOPE * wide * s * (1 - s))).to(x.dtype)
@@ -42,7 +44,7 @@ def _with_autograd(x: Tensor) -> Tensor:
 
 
 def _without_autograd(x: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = _wide(x)
     return (wide * torch.sigmoid(SLOPE * wide)).to(x.dtype)
 
 
