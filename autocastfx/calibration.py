@@ -62,11 +62,10 @@ def calibrate(
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")
-    listed = load_op_list(op_list)
     run = _Run(
         model=module,
         training=tuple(m.training if training is None else training for m in module.modules()),
-        leaves=listed.functions(),
+        leaves=load_op_list(op_list).functions(),
         tensors=_own_tensors(module),
     )
     signature, done = CallSignature.of(module.forward), 0

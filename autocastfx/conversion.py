@@ -208,7 +208,7 @@ def convert(
     done = f"{'converted' if is_given else 'prepared'} {type(module).__name__}"
     with parts(done):
         if is_given:
-            _capture_first(amp_model, _bind(signature, module, args, kwargs), module, original)
+            _capture_first(amp_model, _bind(signature, module, args, kwargs))
         else:
             amp_model._mounted.draft(amp_model._modes(), amp_model._held())
         if check and (weights == "low" or not is_given):
@@ -327,8 +327,13 @@ def _recipe(
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
-    converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
-    converter = replace(converter, is_low_model=own is not None)
+    converter = Converter(
+        *(lists, facts, low, keep_output_dtype, fold),
+        plan=edited,
+        recompose=patterns,
+        weights=weights,
+        is_low_model=own is not None,
+    )
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if sensitivity is not None:
@@ -421,14 +426,15 @@ def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kw
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
 
 
-def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, original: Original) -> None:
+def _capture_first(amp_model: AmpModule, call: Call) -> None:
     """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
-    table, tensors = amp_model._mounted, amp_model._held()
-    if original.is_low:
-        modes = amp_model._modes() if original.baked else foreseen(module, training=False).modes
+    table, tensors, original, modes = amp_model._mounted, amp_model._held(), amp_model._original, amp_model._modes()
+    if not original.is_low:
+        table.capture_modes(call, modes, tensors)
+    elif original.baked or original.model is None:
         table.capture(call, modes, tensors)
     else:
-        table.capture_modes(call, amp_model._modes(), tensors)
+        table.capture(call, foreseen(original.model, training=False).modes, tensors)
 
 
 def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
@@ -509,11 +515,9 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         if bare is None:
             return "what was captured is not at hand"
         compared = compare_calls(module, bare, here, seconds=left)
-        calls, dropped, differing = (
-            [*calls, *compared.calls],
-            [*dropped, *compared.dropped],
-            [*differing, *compared.differences],
-        )
+        calls += compared.calls
+        dropped += compared.dropped
+        differing += compared.differences
     missing = f"; not compared: {'; '.join(dropped)}" if dropped else ""
     took = time.perf_counter() - started
     _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(calls) or "nothing", missing, took)

@@ -19,6 +19,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 16-bit tensor in float32, and any other one as it is."""
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+
+
 def one_low_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """Return the 16-bit dtype that all floating-point ones of ``dtypes`` are; None if they are not all one."""
     floating = {dtype for dtype in dtypes if dtype.is_floating_point}

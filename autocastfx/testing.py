@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autocastfx.errors import ArgumentError, UnknownNameError
-from autocastfx.plan.plan import PlannedNode, Precision, select
+from autocastfx.plan.plan import Precision, select
 from autocastfx.report.explain import explain
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -38,7 +38,8 @@ def assert_precision(amp_model: AmpModule, what: str, dtype: torch.dtype) -> Non
     wanted = Precision.LOW if dtype == low else Precision.FLOAT32
     wrong = [node for node in found if node.placement.run is not wanted]
     if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(found)} do not compute in {dtype}:\n{_explained(amp_model, wrong)}")
+        reasons = "\n".join(explain(amp_model, node.name) for node in wrong[:5])
+        raise AssertionError(f"{len(wrong)} of {len(found)} do not compute in {dtype}:\n{reasons}")
 
 
 def assert_casts(amp_model: AmpModule, *, at_most: int, dtype: torch.dtype | None = None) -> None:
@@ -56,7 +57,3 @@ def assert_casts(amp_model: AmpModule, *, at_most: int, dtype: torch.dtype | Non
     if len(casts) > at_most:
         shown = ", ".join(f"{c.name} (of {c.value})" for c in casts)
         raise AssertionError(f"{len(casts)} casts, at most {at_most} are allowed: {shown}")
-
-
-def _explained(amp_model: AmpModule, nodes: list[PlannedNode]) -> str:
-    return "\n".join(explain(amp_model, node.name) for node in nodes[:5])

@@ -20,58 +20,16 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, device_among
 from autocastfx.capture.leave_intact import capturing
-from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime import module_tree
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.variant_table import Modes, Original, VariantTable, up_to_date
+from autocastfx.runtime.variant_table import Original, VariantTable, up_to_date
 from autocastfx.runtime.working_copies import WorkingCopies
 
-# Write what a converted model is, in two lines.
-
-
-def model_text(table: VariantTable, modes: Modes) -> str:
-    """Return class, dtype, device and the counts of the variant that is shown in ``modes``; what holds without one."""
-    name, variant = f"AmpModule of {table.original.class_name}", table.active(modes)
-    if variant is None:
-        return f"{name}, captured at its first call"
-    plan, runs = variant.plan, Counter(node.placement.run for node in variant.plan.nodes)
-    counts = ", ".join(f"{runs[p]} {p}" for p in Precision if runs[p])
-    kind = "draft until the first call" if plan.unverified else f"{variant.mode} mode"
-    return (
-        f"{name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
-        f"  {kind}, 1 of {len(table.shown)} variants: {counts}; {len(plan.casts)} casts"
-    )
-
-
-# Choose a graph while ``torch.jit.trace`` records a call of a converted model.
-
 _C: Any = torch._C
-
-
-@contextmanager
-def untraced() -> Generator[None]:
-    """While open, ``torch.jit.trace`` records nothing, and sizes are numbers."""
-    state = _C._get_tracing_state()
-    _C._set_tracing_state(None)
-    try:
-        yield
-    finally:
-        _C._set_tracing_state(state)
-
-
-def warn_of_sizes(guard: ShapeGuard) -> None:
-    """Say for which sizes a trace of one graph holds: no trace captures a further graph."""
-    if guard.conditions:
-        warnings.warn(
-            f"the trace runs the graph for sizes where {guard}, and does not check that.",
-            TracerWarning,
-            stacklevel=2,
-        )
-
 
 # Show the values of a converted model's calls to observers, node by node.
 
@@ -181,15 +139,25 @@ class AmpModule(fx.GraphModule):
         return self._variant_of(self._signature.bind(args, kwargs))
 
     def _variant_of(self, call: Call) -> Variant:
-        if cast("Any", torch._C)._get_tracing_state() is not None:  # Dynamo follows this, and not is_tracing()
+        if _C._get_tracing_state() is not None:  # Dynamo follows this, and not is_tracing()
             return self._variant_of_trace(call)
         return self._mounted.fitting(call, self._modes()) or self._further(call)
 
     def _variant_of_trace(self, call: Call) -> Variant:
-        with untraced():
-            variant = self._mounted.fitting(call, self._modes()) or self._further(call)
-            warn_of_sizes(variant.guard)
-            return variant
+        """Choose a graph while ``torch.jit.trace`` records the call, which records none of this; sizes are numbers."""
+        state = _C._get_tracing_state()
+        _C._set_tracing_state(None)
+        try:
+            variant = self._variant_of(call)
+        finally:
+            _C._set_tracing_state(state)
+        if variant.guard.conditions:  # no trace captures a further graph
+            warnings.warn(
+                f"the trace runs the graph for sizes where {variant.guard}, and does not check that.",
+                TracerWarning,
+                stacklevel=2,
+            )
+        return variant
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
@@ -280,7 +248,16 @@ class AmpModule(fx.GraphModule):
         return None
 
     def __repr__(self) -> str:
-        return model_text(self._mounted, self._modes())
+        name, variant = f"AmpModule of {self._original.class_name}", self._mounted.active(self._modes())
+        if variant is None:
+            return f"{name}, captured at its first call"
+        plan, runs = variant.plan, Counter(node.placement.run for node in variant.plan.nodes)
+        counts = ", ".join(f"{runs[p]} {p}" for p in Precision if runs[p])
+        kind = "draft until the first call" if plan.unverified else f"{variant.mode} mode"
+        return (
+            f"{name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
+            f"  {kind}, 1 of {len(self._shown)} variants: {counts}; {len(plan.casts)} casts"
+        )
 
     def __str__(self) -> str:
         return super().__str__() if self._shown else f"{self!r}\n# {self._not_captured()}"

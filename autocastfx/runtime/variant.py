@@ -45,16 +45,17 @@ if TYPE_CHECKING:
 # A graph with opaque code, which may change its parameters, runs unchanged. So does any graph while a tensor that it
 # reads is not a plain parameter or buffer, but is computed by a parametrization, for example.
 
-_TORCH: Any = torch
 # Overloads that torch's functions and methods of the same name call when given the same positional arguments: all that
 # the schema requires, and at most as many as ``_MOST_POSITIONAL`` says.
-_NEURAL = ["linear.default", "gelu.default", "silu.default", "scaled_dot_product_attention.default"]
-_ARITHMETIC = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg.default", "where.self", "softmax.int"]
-_LAYERS = ["matmul.default", "bmm.default", "addmm.default", "conv1d.default", "conv2d.default", "embedding.default"]
-_NORMS = ["layer_norm.default", "group_norm.default", "dropout.default", "relu.default"]
-_VIEWS = ["transpose.int", "permute.default", "unsqueeze.default", "reshape.default", "flatten.using_ints"]
-_REST = ["cat.default", "relu_.default"]
-_METHODS = ["to.dtype", "view.default", "expand.default", "contiguous.default", "add_.Tensor"]
+_ALIKE: Sequence[tuple[Any, str]] = (
+    (cast("Any", torch)._C._nn, "linear.default gelu.default silu.default scaled_dot_product_attention.default"),
+    (torch, "add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default where.self softmax.int"),
+    (torch, "matmul.default bmm.default addmm.default conv1d.default conv2d.default embedding.default"),
+    (torch, "layer_norm.default group_norm.default dropout.default relu.default"),
+    (torch, "transpose.int permute.default unsqueeze.default reshape.default flatten.using_ints"),
+    (torch, "cat.default relu_.default"),
+    (torch.Tensor, "to.dtype view.default expand.default contiguous.default add_.Tensor"),
+)
 # Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
 _COPIES = 16
 _MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
@@ -73,14 +74,7 @@ def _overload(name: str) -> Any:
 
 
 QUICK: Mapping[Any, Callable[..., Any]] = {
-    _overload(name): getattr(owner, name.split(".")[0])
-    for owner, lists in (
-        (_TORCH._C._nn, (_NEURAL,)),
-        (torch, (_ARITHMETIC, _LAYERS, _NORMS, _VIEWS, _REST)),
-        (torch.Tensor, (_METHODS,)),
-    )
-    for names in lists
-    for name in names
+    _overload(name): getattr(owner, name.split(".")[0]) for owner, names in _ALIKE for name in names.split()
 } | {
     _overload("batch_norm.default"): _batch_norm,
     layer_norm: compute_layer_norm,  # the function that the dispatcher would call
@@ -326,13 +320,11 @@ class Variant(nn.Module):
         self.code = ""
         self.function: Callable[..., tuple[Any, ...]] = _not_mounted
         self._held: dict[str, str] = {}
-        for target in attributes:
+        for target, value in attributes.items():
             name = target.replace(".", "_")
-            while hasattr(self, name) or name in self._held.values():  # a model may call a tensor ``plan``
+            while hasattr(self, name):  # a model may call a tensor ``plan``
                 name += "_"
             self._held[target] = name
-        for target, name in self._held.items():
-            value: Any = attributes[target]
             if isinstance(value, torch.Tensor):
                 self.register_buffer(name, value, persistent=False)
             else:
@@ -381,13 +373,17 @@ class Variant(nn.Module):
 
     def move(self, device: torch.device) -> None:
         """Move tensor creation in the graph from its present device to ``device``."""
-        for graph in (self.graph, *(m.graph for m in self.modules() if isinstance(m, fx.GraphModule))):
+        old = self.device.type
+
+        def swapped(own: torch.device) -> torch.device:
+            return device if own.type == old else own
+
+        inside = [module for module in self.modules() if isinstance(module, fx.GraphModule)]
+        for graph in (self.graph, *(module.graph for module in inside)):
             for node in graph.nodes:
-                swap = _swap(self.device, device)
-                node.args, node.kwargs = pytree.tree_map(swap, node.args), pytree.tree_map(swap, node.kwargs)
-        for module in self.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+                node.args, node.kwargs = pytree.tree_map_only(torch.device, swapped, (node.args, node.kwargs))
+        for module in inside:
+            module.recompile()
         self.device = device
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         self.compile_graph()
@@ -405,15 +401,8 @@ class Variant(nn.Module):
             value = getattr(self, name)
             attributes[target] = GraphData.of(value) if isinstance(value, fx.GraphModule) else value
         places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
-        fields = {
-            "plan": self.plan,
-            "out_spec": pack_spec(self.out_spec),
-            "structure": self.structure,
-            "guard": self.guard,
-            "modes": self.modes,
-            "state": self.state,
-            "device": self.device,
-        }
+        fields = {name: getattr(self, name) for name in ("plan", "structure", "guard", "modes", "state", "device")}
+        fields["out_spec"] = pack_spec(self.out_spec)
         return (_restore, (data_of(self.graph, places), attributes, fields))
 
 
@@ -468,10 +457,6 @@ def _tell_of_compiler() -> None:
 
 # As torch.compiler.assume_constant_result does, which imports the compiler: it runs while torch.compile traces.
 cast("Any", _tell_of_compiler)._dynamo_marked_constant = True
-
-
-def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
-    return lambda leaf: new if isinstance(leaf, torch.device) and leaf.type == old.type else leaf
 
 
 def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:

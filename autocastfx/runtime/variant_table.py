@@ -121,10 +121,6 @@ class _Converts(Protocol):
     def __call__(self, captured: Captured, tensors: Held, device: torch.device) -> Variant: ...
 
 
-def _tell_nothing(_: Any) -> None:
-    """Leave what matches nothing unsaid: whoever converts tells it."""
-
-
 @dataclass(frozen=True)
 class Original:
     """The model that a converted model was made from, and how further variants are made.
@@ -148,7 +144,7 @@ class Original:
     leaves: tuple[str, ...]
     device: torch.device | None
     baked: bool
-    tell_unmatched: Callable[[Any], None] = _tell_nothing
+    tell_unmatched: Callable[[Any], None]
     kept_name: str = ""
     switched: tuple[Modes, Modes] | None = None
 
@@ -177,12 +173,11 @@ class Original:
         follows = self.converter.op_list.placement == "follow"
         with own_thread_state(), garbage_left():
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
-                leaves, signature = self.leaves, self.signature
                 captured = capture(
-                    *(self.model, signature, call),
+                    *(self.model, self.signature, call),
                     training=modes,
                     held=held,
-                    leaves=leaves,
+                    leaves=self.leaves,
                     sizes=sizes,
                     follows=follows,
                 )
@@ -307,28 +302,25 @@ class VariantTable(nn.ModuleList):
             CaptureError: the original is not at hand, or cannot be captured.
         """
         with capturing():
-            known = next((v.captured for v in self.captured if v.captured is not None), None)
-            sizes = known.sizes if known is not None else "all"  # do not repeat an attempt that was too slow
+            before = [v.captured for v in self.captured if v.captured is not None]
+            sizes = before[0].sizes if before else "all"  # do not repeat an attempt that was too slow
             variant = self.original.capture(call, modes, held, sizes)
-            self._warn_of_changes(variant)
-            self._warn_of_padding(variant)
+            if variant.captured is not None:
+                self._warn_of_news(variant.captured, before)
             self.hooks.tell_captured(self.original.model)
             return self.add(variant)
 
-    def _warn_of_changes(self, variant: Variant) -> None:
-        said = {name for v in self.captured if v.captured is not None for name in v.captured.changes}
-        new = [name for name in variant.captured.changes if name not in said] if variant.captured is not None else []
-        if new:
+    def _warn_of_news(self, captured: Captured, before: Sequence[Captured]) -> None:
+        """Warn of what the model does and the graph does not, unless that was said of a graph captured before."""
+        said = {name for one in before for name in one.changes}
+        if new := [name for name in captured.changes if name not in said]:
             warnings.warn(
                 f"forward changes {', '.join(map(repr, new))}, which the converted model leaves as they are. If others "
                 "read them, keep them in buffers, or give them out as outputs.",
                 StateWarning,
                 stacklevel=2,
             )
-
-    def _warn_of_padding(self, variant: Variant) -> None:
-        is_told = any(v.captured is not None and v.captured.pads for v in self.captured)
-        if variant.captured is not None and variant.captured.pads and not is_told:
+        if captured.pads and not any(one.pads for one in before):
             warnings.warn(
                 "the converted model computes the padded places of an nn.TransformerEncoder's output, as torch does in "
                 "training and under torch.compile. In evaluation without gradients the model itself may leave 0 there: "
@@ -382,10 +374,7 @@ class VariantTable(nn.ModuleList):
         with stage(f"compiling {len(variant.graph.nodes)} nodes", "code", is_logged=False):
             variant.mount(f"{self.path}.{index}", self.original.signature)
         variant.watch(self.original.model)
-        if index == len(self):
-            self.append(variant)
-        else:
-            self[index] = variant
+        self.add_module(str(index), variant)
         self.constants[:] = [f"{self.path}.{name}" for name, _ in self.named_buffers()]
         return variant
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.operators.float8 import quantize
+from autocastfx.training.loss_scale import is_capturing
 from autocastfx.training.masters import TensorMark
 
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
@@ -287,11 +288,6 @@ class WorkingCopies:
                 copy.aliases = 0
         self.groups.clear()
 
-    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
-        if type(master) is not nn.Parameter or master.is_inference():
-            return None
-        return None if self._is_captured((master,)) else self._adopt(master, dtype)
-
     def _renew(self, stale: list[tuple[WorkingCopy, torch.Tensor]]) -> None:
         """Renew each copy from its master, in place where no graph of autograd waits to read what is there.
 
@@ -337,7 +333,9 @@ class WorkingCopies:
                 stacklevel=2,
             )
 
-    def _adopt(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
+    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
+        if type(master) is not nn.Parameter or master.is_inference() or self._is_captured((master,)):
+            return None
         self._refuse_sharded()
         self._watch_optimizers()
         key = (id(master), dtype)
@@ -370,11 +368,6 @@ class WorkingCopies:
             self._watches = True
             handle = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
             weakref.finalize(self, handle.remove)
-
-
-def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
-    """True while work of this thread on the device of one of ``tensors`` is being captured into a CUDA graph."""
-    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def _is_abstract_or_traced() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import widened
 from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, agree
@@ -88,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outputs)):
             raise ArgumentError(f"scale takes a tensor or a tree of tensors, not a {type(outputs).__name__}")
-        return pytree.tree_map_only(torch.Tensor, lambda one: super(GradScaler, self).scale(_widened(one)), outputs)
+        return pytree.tree_map_only(torch.Tensor, lambda one: super(GradScaler, self).scale(widened(one)), outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale in place, before they are clipped, for example.
@@ -122,7 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        closure, args, kwargs = _split(args, kwargs)
+        by_name = kwargs.pop("closure", None)
+        closure, args = (args[0], args[1:]) if args else (by_name, ())
         loss = None
         if needs_closure(optimizer):
             raise UnsupportedError(
@@ -194,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(dict(state_dict))
             return
-        numbers = self._rule.admit(ScaleNumbers.of({"spare": 1, **state_dict}, spare=1))
+        numbers = self._rule.admit(ScaleNumbers.of(state_dict, spare=1))
         own = {name: getattr(self, f"_{name}") for name in ("growth_factor", "backoff_factor", "growth_interval")}
         super().load_state_dict({**own, **state_dict, "scale": numbers.scale, "_growth_tracker": numbers.good_steps})
         self._skips, self._left = int(state_dict.get("skipped_steps", 0)), 0
@@ -256,18 +257,6 @@ class GradScaler(torch.amp.GradScaler):
             self._left = self._rule.overflows_to_floor(scale)
             if self._left <= 0 and bool(found_inf.item()):
                 raise exhausted(optimizer.param_groups, scale)
-
-
-def _widened(loss: torch.Tensor) -> torch.Tensor:
-    return loss.float() if loss.dtype in LOW_DTYPES else loss
-
-
-def _split(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Take the closure out of the arguments of ``step``."""
-    named = {name: given for name, given in kwargs.items() if name != "closure"}
-    return (args[0], args[1:], named) if args else (kwargs.get("closure"), (), named)
 
 
 def _without_gradients() -> LossScaleError:

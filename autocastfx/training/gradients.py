@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from autocastfx.errors import ArgumentError, UnsupportedError
+from autocastfx.errors import UnsupportedError
 from autocastfx.training.loss_scale import moved
 
 # Processes that hold parts of the same parameters skip the same steps.
@@ -18,17 +18,6 @@ from autocastfx.training.loss_scale import moved
 SHARDED, WORLD = "sharded", "world"
 Agreeing: TypeAlias = "dist.ProcessGroup | str | None"
 _HAS_GROUPS = dist.is_available()  # as torch was built
-
-
-def checked(agreeing: Agreeing) -> Agreeing:
-    """Return ``agreeing``.
-
-    Raises:
-        ValueError: it is a word that means no processes.
-    """
-    if isinstance(agreeing, str) and agreeing not in (SHARDED, WORLD):
-        raise ArgumentError(f"process_group is {SHARDED!r}, {WORLD!r}, a process group or None, not {agreeing!r}.")
-    return agreeing
 
 
 def agree(found_inf: torch.Tensor, agreeing: Agreeing, groups: Sequence[dict[str, Any]]) -> None:
@@ -157,14 +146,8 @@ def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tor
 
 def culprits(groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Return the names of the parameters whose gradients are not all finite. Waits for the device."""
-    named = [(name, p) for name, p in parameter_names(groups) if p.grad is not None]
-    finite = [is_finite(_values(p)) for _, p in named]
-    return tuple(name for (name, _), fine in zip(named, finite, strict=True) if not fine)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all elements are finite. Waits for the device."""
-    return bool(torch.isfinite(tensor).all().item())
+    named = ((name, p) for name, p in parameter_names(groups) if p.grad is not None)
+    return tuple(name for name, p in named if not torch.isfinite(_values(p)).all().item())
 
 
 def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tensor:
@@ -208,7 +191,7 @@ def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: flo
     if not grads:
         return total_norm
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
+    for device, alike in _alike(grads):
         _KERNELS._foreach_mul_(alike, factor.to(device))
     return total_norm
 

@@ -7,9 +7,9 @@ gradients; the optimizer divides by the scale in float32 (Micikevicius et al., "
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,29 +89,39 @@ _LARGEST_FLOAT16 = 65504.0
 _OTHER_RULE = "give the rule of the run that was saved, or load the state without its 'loss_scale'."
 
 
-class LossScale(Protocol):
-    """A rule for the scale."""
+class LossScale:
+    """A rule for the scale; by this one no step changes it.
+
+    Attributes:
+        is_checked: True if a step whose gradients are not all finite is skipped.
+    """
+
+    is_checked = True
 
     @property
     def initial(self) -> float:
         """The scale of the first step."""
-        ...
+        raise NotImplementedError
 
     @property
-    def is_checked(self) -> bool:
-        """True if a step whose gradients are not all finite is skipped."""
-        ...
+    def spare(self) -> int:
+        """The overflow at which the scale first backs off; 1: at the first."""
+        return 1
 
     def state(self, device: torch.device) -> ScaleState:
         """Make the state before the first step."""
-        ...
+        return ScaleState(
+            torch.full((), self.initial, dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+            torch.full((), self.spare, dtype=torch.int32, device=device),
+            torch.zeros((), dtype=torch.float32, device=device),
+        )
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Update ``state`` after a step. ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
 
         The host reads nothing.
         """
-        ...
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
         """Return the numbers with which a run with this rule continues from a checkpoint that holds ``saved``.
@@ -119,50 +129,20 @@ class LossScale(Protocol):
         Raises:
             LossScaleError: a run with this rule cannot have the saved scale.
         """
-        ...
+        if saved.scale != _float32(self.initial):
+            raise LossScaleError(
+                f"the state holds the loss scale {saved.scale:g}, but the scale of {self} is always {self.initial:g}: "
+                f"{_OTHER_RULE}"
+            )
+        return ScaleNumbers(saved.scale, 0, 1)
 
     def overflows_to_floor(self, scale: float) -> float:
         """Return how many overflows bring ``scale`` to the floor, where one more is an error; inf without a floor."""
-        ...
-
-
-def _state(initial: float, spare: int, device: torch.device) -> ScaleState:
-    return ScaleState(
-        torch.full((), initial, dtype=torch.float32, device=device),
-        torch.zeros((), dtype=torch.int32, device=device),
-        torch.full((), spare, dtype=torch.int32, device=device),
-        torch.zeros((), dtype=torch.float32, device=device),
-    )
-
-
-class _ConstantLossScale:
-    """A scale that no step changes."""
-
-    is_checked = True
-
-    @property
-    def initial(self) -> float:
-        """The scale."""
-        raise NotImplementedError
-
-    def state(self, device: torch.device) -> ScaleState:
-        """The state before the first step."""
-        return _state(self.initial, 1, device)
-
-    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """Return the saved scale with fresh counters, if it is this one; else raise."""
-        return _admit_constant(self, saved)
-
-    def overflows_to_floor(self, scale: float) -> float:
-        """Return inf: there is no floor."""
         return math.inf
 
 
 @dataclass(frozen=True)
-class NoLossScale(_ConstantLossScale):
+class NoLossScale(LossScale):
     """Does not scale losses or check gradients: for bfloat16 and float32."""
 
     is_checked = False
@@ -174,7 +154,7 @@ class NoLossScale(_ConstantLossScale):
 
 
 @dataclass(frozen=True)
-class StaticLossScale(_ConstantLossScale):
+class StaticLossScale(LossScale):
     """Always uses the same scale; a step with non-finite gradients is skipped.
 
     Raises:
@@ -193,7 +173,7 @@ class StaticLossScale(_ConstantLossScale):
 
 
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(LossScale):
     """Keeps the scale as large as the gradients allow: it grows after steps without overflow, and backs off at one.
 
     Follows ``torch.amp.GradScaler``, with a floor, a ceiling and the hysteresis of Megatron-LM's
@@ -219,7 +199,6 @@ class DynamicLossScale:
     hysteresis: int = 1
     min: float = 1.0
     max: float = 2.0**24
-    is_checked = True
 
     def __post_init__(self) -> None:
         for name in ("init", "min", "max"):
@@ -242,9 +221,10 @@ class DynamicLossScale:
         """The scale of the first step."""
         return self.init
 
-    def state(self, device: torch.device) -> ScaleState:
-        """The state before the first step."""
-        return _state(self.init, self.hysteresis, device)
+    @property
+    def spare(self) -> int:
+        """The overflow at which the scale first backs off: ``hysteresis``."""
+        return self.hysteresis
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Grow, back off or count the step."""
@@ -298,15 +278,6 @@ def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float
     while largest_gradient * margin * 2.0 ** (exponent + 1) < _LARGEST_FLOAT16:
         exponent += 1
     return 2.0**exponent
-
-
-def _admit_constant(rule: LossScale, saved: ScaleNumbers) -> ScaleNumbers:
-    if saved.scale != _float32(rule.initial):
-        raise LossScaleError(
-            f"the state holds the loss scale {saved.scale:g}, but the scale of {rule} is always {rule.initial:g}: "
-            f"{_OTHER_RULE}"
-        )
-    return ScaleNumbers(saved.scale, 0, 1)
 
 
 def _float32(number: float) -> float:
@@ -366,6 +337,6 @@ def moved(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return number.to(device, non_blocking=device.type != "cpu")
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """True while work on the device of ``tensor`` is being captured into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
+    """True while work of this thread on the device of one of ``tensors`` is being captured into a CUDA graph."""
+    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()

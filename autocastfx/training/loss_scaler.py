@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import widened
 from autocastfx.errors import LossScaleError
 from autocastfx.training.loss_scale import HostCopy, LossScale, ScaleNumbers, ScaleState, is_capturing, moved
 
@@ -203,7 +203,7 @@ class LossScaler:
         scale = self.state(loss.device).scale
         if scale.device != loss.device:
             scale = moved(scale, loss.device)
-        scaled = (loss.float() if loss.dtype in LOW_DTYPES else loss) * scale
+        scaled = widened(loss) * scale
 
         def note(_: object = None) -> None:
             for owner in owners:
@@ -234,7 +234,7 @@ class LossScaler:
         if self.rounds.are_shared:
             overflow = self.state(found_inf.device).found  # in place: a graph that is replayed adds to it
             torch.maximum(overflow, found_inf, out=overflow)
-            self._has_found, self._is_replayed = True, self._is_replayed or is_capturing(overflow)
+            self._has_found, self._is_replayed = True, self._is_replayed or is_capturing([overflow])
         else:
             self._adjust(found_inf)
         return is_last
@@ -258,7 +258,7 @@ class LossScaler:
     def _adjust(self, found_inf: torch.Tensor) -> None:
         state = self.state(found_inf.device)
         self.rule.adjust(state, found_inf)
-        if not is_capturing(state.scale):  # a captured graph cannot ask the host
+        if not is_capturing([state.scale]):  # a captured graph cannot ask the host
             self._left -= 1
             if self._left <= _SOON or self._copy.event is not None:
                 self._look(state.scale)
@@ -274,7 +274,7 @@ class LossScaler:
 
     def _is_last(self, found_inf: torch.Tensor, known: bool | None) -> bool:
         """True if the step overflowed at the floor, where the scale cannot back off."""
-        if self._left > 0 or is_capturing(found_inf):
+        if self._left > 0 or is_capturing([found_inf]):
             return False
         overflowed = bool(found_inf.item()) if known is None else known
         return overflowed and int(self.state(found_inf.device).spare.item()) <= 1
@@ -317,5 +317,4 @@ class LossScaler:
         Raises:
             LossScaleError: ``load_state_dict`` would refuse the state.
         """
-        fresh = self.rule.state(torch.device("cpu"))
-        return self.rule.admit(ScaleNumbers.of(state, spare=int(fresh.spare.item())))
+        return self.rule.admit(ScaleNumbers.of(state, spare=self.rule.spare))

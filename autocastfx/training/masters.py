@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import LOW_DTYPES, widened
 from autocastfx.errors import ArgumentError, LossScaleError
 from autocastfx.training.gradients import local, settled
 
@@ -78,7 +78,11 @@ class Masters:
                     known[id(parameter)] = self._add(parameter)
                 master = group["params"][index] = known[id(parameter)]
                 if parameter in optimizer.state:
-                    optimizer.state[master] = {k: _widened(v) for k, v in optimizer.state.pop(parameter).items()}
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[master] = {
+                        key: widened(value) if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }
 
     def _add(self, parameter: torch.Tensor) -> torch.Tensor:
         master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
@@ -190,7 +194,3 @@ class Masters:
                 else:
                     master.copy_(working)
                 self._marks[index] = TensorMark(working)
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES else value

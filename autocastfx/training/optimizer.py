@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from types import TracebackType
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
 from autocastfx.training import gradients
-from autocastfx.training.gradients import SHARDED, Agreeing, agree, checked
+from autocastfx.training.gradients import SHARDED, WORLD, Agreeing, agree
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
@@ -30,7 +30,7 @@ from autocastfx.training.wrapping_optimizer import (
     steps_twice,
 )
 
-# Divide gradients by the loss scale, and keep the findings until the step.
+# What is found when gradients are divided by the loss scale, kept until the step.
 
 _ZERO, _ONE = torch.zeros(()), torch.ones(())
 
@@ -52,57 +52,25 @@ class Unscaled:
     norm: torch.Tensor | None = None
 
 
-def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: Agreeing) -> Unscaled:
-    """Divide the gradients of ``groups`` by the scale in place. Does nothing if the scale checks no gradients.
-
-    Raises:
-        LossScaleError: the gradients do not have the scale's present value.
-    """
-    if not scaler.rule.is_checked:
-        return Unscaled(_ZERO, _ONE)
-    optimizer.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
-    grads = gradients.present(groups)
-    if grads:
-        scaler.rounds.check(optimizer)
-    scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
-    found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
-    gradients.unscale_(grads, scale.reciprocal(), found_inf)
-    agree(found_inf, process_group, groups)
-    if grads:
-        return Unscaled(found_inf, scale)
-    is_empty = bool(found_inf.item() < 0)
-    return Unscaled(found_inf.clamp_(min=0), scale, is_empty)
-
-
 # Save what an optimizer's step changes, so that a failed step can be undone.
 
 
-class Snapshot:
-    """A copy of an optimizer's weights and state. An exception in its ``with`` block restores them."""
-
-    def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
-        masters.follow()
-        self._optimizer, self._masters = optimizer, masters
-        self._weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(
-        self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if raised is not None:
-            self.restore()
-
-    def restore(self) -> None:
-        """Restore weights, optimizer state, and the 16-bit parameters of masters."""
+@contextmanager
+def undone_if_it_fails(optimizer: Optimizer, masters: Masters) -> Generator[None]:
+    """An exception inside restores the optimizer's weights and state, and the 16-bit parameters of masters."""
+    masters.follow()
+    weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    state = {p: copy.deepcopy(own) for p, own in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
         with torch.no_grad():
-            for parameter, weight in self._weights:
+            for parameter, weight in weights:
                 parameter.copy_(weight)
-        self._masters.publish()
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        masters.publish()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
 
 
 # Notice that gradients are changed while they are still scaled, as when they are clipped too early.
@@ -117,23 +85,18 @@ class ScaledChange:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._watched = next((p for p in parameters if p.requires_grad and p.is_leaf), None)
-        self._seen: tuple[int, int] | None = None
+        self._seen: list[tuple[int, int] | None] = []  # one at most
         if self._watched is not None:
-            see = weakref.WeakMethod(self._see)
+            seen = self._seen  # the hook must not keep self alive
 
             def note(parameter: torch.Tensor) -> None:
-                alive = see()
-                if alive is not None:
-                    alive(parameter)
+                seen[:] = [_version(parameter)]
 
             weakref.finalize(self, self._watched.register_post_accumulate_grad_hook(note).remove)
 
-    def _see(self, parameter: torch.Tensor) -> None:
-        self._seen = _version(parameter)
-
     def warn(self, remedy: str) -> None:
         """Warn if the gradient was changed in place since it was computed. Call it before gradients are unscaled."""
-        seen, self._seen = self._seen, None
+        seen = self._seen.pop() if self._seen else None
         if seen is None or self._watched is None or (dist.is_available() and dist.is_initialized()):
             return
         now = _version(self._watched)
@@ -156,39 +119,12 @@ def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
 # The result of an optimizer step, read from the device on demand.
 
 
-@dataclass(frozen=True)
-class GradientsOf:
-    """The parameter groups of a step, available while they still hold that step's gradients.
-
-    Attributes:
-        groups: the optimizer's groups.
-        are_still: returns True while the gradients are those of the step.
-    """
-
-    groups: Sequence[dict[str, Any]]
-    are_still: Callable[[], bool]
-
-    def __call__(self) -> Sequence[dict[str, Any]]:
-        """Return the groups.
-
-        Raises:
-            LossScaleError: the step's gradients are gone.
-        """
-        has_any = any(p.grad is not None for group in self.groups for p in group["params"])
-        if not has_any or not self.are_still():
-            raise LossScaleError(
-                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
-                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
-            )
-        return self.groups
-
-
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """The result of a step of ``LossScalingOptimizer``. Only reading a value waits for the device."""
 
     _unscaled: Unscaled
-    _groups: GradientsOf
+    _groups: Callable[[], Sequence[dict[str, Any]]]  # with the gradients of the step, or raises
 
     @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
     def found_inf(self) -> bool:
@@ -246,7 +182,7 @@ def overflowed(found_inf: torch.Tensor) -> bool:
     Raises:
         LossScaleError: a CUDA graph is being captured, which cannot ask.
     """
-    if is_capturing(found_inf):
+    if is_capturing([found_inf]):
         raise LossScaleError(
             "whether to skip this step would be decided by the host, which a CUDA graph cannot ask. Use a fused "
             "optimizer (fused=True), and capture after a step that was not skipped (optimizer.last_step.skipped): the "
@@ -324,12 +260,16 @@ class LossScalingOptimizer(WrappingOptimizer):
             )
         if masters not in _MASTERS:
             raise ArgumentError(f"masters is one of {', '.join(map(repr, _MASTERS))}, not {masters!r}")
+        if isinstance(process_group, str) and process_group not in (SHARDED, WORLD):
+            raise ArgumentError(
+                f"process_group is {SHARDED!r}, {WORLD!r}, a process group or None, not {process_group!r}."
+            )
         for group in optimizer.param_groups:
             gradients.refuse_complex(group)
         super().__init__(optimizer)
         is_live = isinstance(loss_scale, LossScaler)
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
-        self.process_group = checked(process_group)
+        self.process_group = process_group
         self.masters = _MASTERS[masters](optimizer)
         self._note_masters()
         self._set_up()
@@ -421,7 +361,25 @@ class LossScalingOptimizer(WrappingOptimizer):
         if self._unscaled is not None:
             return
         with torch.no_grad():
-            self._unscaled = unscale_(self, self.optimizer.param_groups, self.loss_scaler, self.process_group)
+            self._unscaled = self._divided()
+
+    def _divided(self) -> Unscaled:
+        """Divide the gradients by the scale in place; does nothing if the scale checks no gradients."""
+        scaler, groups = self.loss_scaler, self.optimizer.param_groups
+        if not scaler.rule.is_checked:
+            return Unscaled(_ZERO, _ONE)
+        self.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
+        grads = gradients.present(groups)
+        if grads:
+            scaler.rounds.check(self)
+        scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+        found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
+        gradients.unscale_(grads, scale.reciprocal(), found_inf)
+        agree(found_inf, self.process_group, groups)
+        if grads:
+            return Unscaled(found_inf, scale)
+        is_empty = bool(found_inf.item() < 0)
+        return Unscaled(found_inf.clamp_(min=0), scale, is_empty)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their total norm, as ``torch.nn.utils.clip_grad_norm_``.
@@ -511,7 +469,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             return seen[0]
 
         try:
-            with Snapshot(self.optimizer, self.masters):
+            with undone_if_it_fails(self.optimizer, self.masters):
                 result, skipped = cast("Any", self.optimizer).step(evaluate), False
         except _Overflow:
             result, skipped = seen[0], True
@@ -543,9 +501,17 @@ class LossScalingOptimizer(WrappingOptimizer):
             raise LossScaleError("there was no step yet: call step() first.")
         if isinstance(self._last, tuple):  # made on demand, because most callers never read it
             unscaled, epoch = self._last
-            still = GradientsOf(self.param_groups, lambda: self._epoch == epoch)
-            self._last = StepResult(unscaled, still)
+            self._last = StepResult(unscaled, partial(self._groups_of, epoch))
         return self._last
+
+    def _groups_of(self, epoch: int) -> Sequence[dict[str, Any]]:
+        """Return the groups, while their gradients are those of the step of this epoch."""
+        if self._epoch != epoch or all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise LossScaleError(
+                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
+                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
+            )
+        return self.param_groups
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """Call ``scheduler.step(*args)`` unless the last step was skipped."""

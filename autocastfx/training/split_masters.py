@@ -225,7 +225,6 @@ _OF_EACH = frozenset(
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
         *("Rprop", "SGD", "SparseAdam"),
     )
-    if hasattr(torch.optim, name)
 )
 
 

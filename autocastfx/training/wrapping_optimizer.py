@@ -127,8 +127,7 @@ class FusedStep:
     """
 
     def __init__(self) -> None:
-        self._warm: list[torch.Tensor] = []  # keeps them alive, so that their ids are not reused
-        self._ids: set[int] = set()
+        self._warm: dict[int, torch.Tensor] = {}  # by id; it keeps them alive, so that no id is reused
 
     def decides(self, optimizer: Optimizer) -> bool:
         """True if ``optimizer`` takes ``found_inf`` and has all the state that its next step needs."""
@@ -138,8 +137,8 @@ class FusedStep:
         if not all(group.get("fused", True) for group in groups):
             return False
         parameters = chain.from_iterable([group["params"] for group in groups])
-        are_warm = self._ids.issuperset  # with a map it runs no Python frame per parameter
-        return are_warm(map(id, parameters)) or are_warm(map(id, _with_gradients(optimizer)))
+        is_warm = self._warm.__contains__  # in maps it runs no Python frame per parameter
+        return all(map(is_warm, map(id, parameters))) or all(map(is_warm, map(id, _with_gradients(optimizer))))
 
     def step(self, optimizer: Any, found_inf: torch.Tensor) -> Any:
         """Call ``optimizer.step()``, which changes nothing if ``found_inf`` is 1."""
@@ -152,16 +151,12 @@ class FusedStep:
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped and was not skipped."""
         if hasattr(optimizer, _TAKES_FOUND_INF):
-            self._add(_with_gradients(optimizer))
+            self._warm.update((id(p), p) for p in _with_gradients(optimizer))
 
     def note_loaded(self, optimizer: Optimizer) -> None:
         """Note that a state was loaded into ``optimizer``."""
-        self._warm, self._ids = [], set()
-        self._add([p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state])
-
-    def _add(self, parameters: list[torch.Tensor]) -> None:
-        self._warm += [p for p in parameters if id(p) not in self._ids]
-        self._ids.update(map(id, self._warm))
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._warm = {id(p): p for p in parameters if p in optimizer.state}
 
 
 def _with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from autocastfx import AmpModule
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing
+from autocastfx.conversion import _tell_unmatched
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
@@ -96,4 +97,4 @@ def _original(
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
     lists = lists.merged(OpList.of({"saved": rules_of(saved)}))
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
-    return Original(converter, model, signature, lists.functions(), None, baked=False)
+    return Original(converter, model, signature, lists.functions(), None, baked=False, tell_unmatched=_tell_unmatched)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from torch.compiler import config
 
-_RECIPES = Path(__file__).parents[2] / "policy" / "float8.py"  # which float8_linear computes by
+_PACKAGE = Path(__file__).parents[2]
+_READ = (_PACKAGE / "dtypes.py", _PACKAGE / "policy" / "float8.py")  # by which operators compute
 
 
 def _digest() -> str:
     """A short digest of the operators' source, as far as it is installed."""
-    files = sorted(file for file in (*Path(__file__).parent.glob("*.py"), _RECIPES) if file.is_file())
+    files = sorted(file for file in (*Path(__file__).parent.glob("*.py"), *_READ) if file.is_file())
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 # Tell eager tensors, whose sizes operators may inspect, from tensors that are compiled, exported or traced.
@@ -15,6 +17,29 @@ def is_concrete(tensor: Tensor) -> bool:
     """True for an eager tensor, whose sizes may be inspected; false while compiling, exporting or tracing."""
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     return is_plain and not torch.compiler.is_compiling() and get_proxy_mode() is None
+
+
+# Leave a backward to autograd where it is differentiated again, or gets a batch of gradients.
+
+
+def is_for_autograd(gradient: Tensor) -> bool:
+    """True to differentiate again, and for a batch of gradients (vmap), which no kernel writes into a plain tensor."""
+    return torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
+
+
+def by_autograd(
+    compute: Callable[[], Tensor], given: Sequence[Tensor | None], wanted: Sequence[bool], gradient: Tensor
+) -> list[Tensor | None]:
+    """Return the ``wanted`` gradients of the tensors ``given``; differentiable again if gradients are enabled.
+
+    ``compute`` computes with them, and ``gradient`` is that of its result. Gradients that are not wanted are None.
+    """
+    creates = torch.is_grad_enabled()
+    with torch.enable_grad():
+        result = compute()
+    asked = [t for t, is_asked in zip(given, wanted, strict=True) if t is not None and is_asked]
+    of_asked = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
+    return [next(of_asked) if is_asked else None for is_asked in wanted]
 
 
 # The operator ``autocastfx::saturating_cast``: a cast to 16 bits that limits finite values to a bound.

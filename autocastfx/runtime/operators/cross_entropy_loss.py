@@ -11,16 +11,16 @@ On CUDA two Triton kernels take the place of the parts, where they are chosen: t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.kernels.chosen import is_chosen
-from autocastfx.runtime.operators.casts import is_concrete
+from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd
 
 aten: Any = torch.ops.aten
 _CLASSES = 1024  # the fewest classes of a vocabulary: with shorter rows, parts cost more time than they save
@@ -49,8 +49,8 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (gradient,), (scores, target, total) = gradients, ctx.saved_tensors
         options = (None, ctx.reduction, ctx.ignore_index)
-        if torch.is_grad_enabled() or _is_batched(gradient):
-            return _by_autograd(gradient, scores, target, *options), None, None, None
+        if is_for_autograd(gradient):
+            return *_by_autograd(gradient, scores, target, *options), None, None, None
         total = gradient.new_empty(()) if total is None else total  # not read without a reduction
         of_scores = torch.empty_like(scores)
         for rows in _parts(scores):
@@ -72,9 +72,9 @@ class _InKernels(torch.autograd.Function):
         from autocastfx.runtime.kernels import cross_entropy  # where Triton is
 
         (gradient,), (scores, target, logarithms, total) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled() or _is_batched(gradient):
+        if is_for_autograd(gradient):
             given = (target, None, ctx.reduction, ctx.ignore_index)
-            return _by_autograd(gradient, scores, *given), None, None, None
+            return *_by_autograd(gradient, scores, *given), None, None, None
         of_losses = (gradient / total if ctx.reduction == _MEAN else gradient).expand(len(scores))
         return cross_entropy.differentiate(of_losses, scores, target, logarithms, ctx.ignore_index), None, None, None
 
@@ -104,18 +104,8 @@ class _Rounding(torch.autograd.Function):
         return _gradient(gradient.to(logarithms.dtype), logarithms, *given), None, None, None
 
 
-def _by_autograd(gradient: Tensor, scores: Tensor, *given: Any) -> Tensor:
-    """Return the gradient of the scores as torch computes it, differentiable again if gradients are enabled."""
-    creates = torch.is_grad_enabled()
-    with torch.enable_grad():
-        loss = _as_torch(scores, *given)
-    (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=creates)
-    return of_scores
-
-
-def _is_batched(gradient: Tensor) -> bool:
-    """True for a batch of gradients for one backward (vmap), which cannot be written into a plain tensor."""
-    return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
+def _by_autograd(gradient: Tensor, scores: Tensor, *given: Any) -> list[Tensor | None]:
+    return by_autograd(partial(_as_torch, scores, *given), [scores], [True], gradient)
 
 
 def _logarithms(scores: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import LOW_DTYPES, widened
 from autocastfx.runtime.kernels.chosen import is_chosen
-from autocastfx.runtime.operators.casts import is_concrete
+from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd
 
 # The operator ``autocastfx::rms_norm``: torch's ``rms_norm``, but backward keeps little more than the inputs.
 #
@@ -101,8 +101,8 @@ class _InKernels(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         wanted = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
-            return *_by_autograd(gradient, x, weight, ctx.eps, wanted), None
+        if is_for_autograd(gradient):
+            return *by_autograd(partial(_row_norm, x, weight, ctx.eps), (x, weight), wanted, gradient), None
         of_x, of_weight = kernels.differentiate(gradient, x, weight, rstds, of_weight=wanted[1])
         return of_x if wanted[0] else None, of_weight, None
 
@@ -113,16 +113,8 @@ def _in_kernels(x: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Te
     return kernels.normalize(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
-def _by_autograd(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float | None, wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return the ``wanted`` gradients of input and weight, differentiable again if gradients are enabled."""
-    creates = torch.is_grad_enabled()
-    with torch.enable_grad():
-        result = _parts(x, [-1], weight, eps)[0]
-    asked = [t for t, is_asked in zip((x, weight), wanted, strict=True) if t is not None and is_asked]
-    of_asked = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
-    return [next(of_asked) if is_asked else None for is_asked in wanted]
+def _row_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    return _parts(x, [-1], weight, eps)[0]
 
 
 def _has_own_kernel(x: Tensor, weight: Tensor | None) -> bool:
@@ -205,8 +197,9 @@ class _LayerNorm(torch.autograd.Function):
         of_input, _, *of_parameters, _ = ctx.needs_input_grad
         wanted = of_input, *of_parameters
         norm = ctx.normalized_shape, mean, rstd, weight, bias
-        if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
-            results = _again(gradient, (x, weight, bias), ctx.normalized_shape, ctx.eps, wanted)
+        if is_for_autograd(gradient):
+            compute = partial(_widened, x, ctx.normalized_shape, weight, bias, ctx.eps)
+            results = by_autograd(compute, (x, weight, bias), wanted, gradient)
         elif _is_mixed(x) and x.numel() > _part():
             of_x, *_ = aten.native_layer_norm_backward(gradient, x, *norm, [wanted[0], False, False])
             results = [of_x, *_of_parameters(gradient, x, *norm, wanted=wanted[1:])]
@@ -264,23 +257,6 @@ def _of_parameters(
     return totals[0], totals[1]
 
 
-def _again(
-    gradient: Tensor,
-    given: tuple[Tensor, Tensor, Tensor | None],
-    shape: Sequence[int],
-    eps: float,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """Return the ``wanted`` gradients by autograd, differentiable again if gradients are enabled."""
-    creates = torch.is_grad_enabled()
-    x, *parameters = given
-    with torch.enable_grad():
-        result = _widened(x, shape, *parameters, eps)
-    asked = [t for t, is_asked in zip(given, wanted, strict=True) if t is not None and is_asked]
-    of_asked = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
-    return [next(of_asked) if is_asked else None for is_asked in wanted]
-
-
 def _widened(x: Tensor, *rest: Any) -> Tensor:
     return _torch_layer_norm(x.float(), *rest).to(x.dtype)
 
@@ -294,12 +270,8 @@ def _parameters(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias in float32. A missing weight becomes ones, or the kernel would keep 16-bit statistics."""
-    given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else _widened_parameter(weight)
-    return given, bias if bias is None else _widened_parameter(bias)
-
-
-def _widened_parameter(parameter: Tensor) -> Tensor:
-    return parameter.float() if parameter.dtype in LOW_DTYPES else parameter
+    given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else widened(weight)
+    return given, bias if bias is None else widened(bias)
 
 
 def compute_layer_norm(

@@ -27,6 +27,13 @@ _LIBRARY.define(str(aten.scaled_dot_product_attention.default._schema).removepre
 
 
 class _Recomputed(torch.autograd.Function):
+    """Attention of which backward recomputes the weights.
+
+    ``query`` has the shape (batch, heads, queries, size), ``key`` (batch, heads, keys, size), ``values`` (batch, heads,
+    keys, any size). ``mask`` is boolean, or added to the scores; it gets no gradient. With ``is_causal`` there is none,
+    and a query sees no later key. ``scale`` is the factor of the scores, not 0; by default 1 / sqrt(size).
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
@@ -74,35 +81,13 @@ def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     return weights
 
 
-def recomputed(
-    query: Tensor,
-    key: Tensor,
-    values: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute attention; backward recomputes the attention weights.
-
-    Args:
-        query: of shape (batch, heads, queries, size).
-        key: of shape (batch, heads, keys, size).
-        values: of shape (batch, heads, keys, any size).
-        mask: boolean, or added to the scores; gets no gradient.
-        is_causal: True if a query sees no later key; not together with a mask.
-        scale: factor of the scores, not 0; by default 1 / sqrt(size).
-    """
-    result: Tensor = _Recomputed.apply(query, key, values, mask, is_causal, scale)
-    return result
-
-
 def _torchs(*args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
     return result
 
 
 def _is_short(query: Tensor, key: Tensor, values: Tensor) -> bool:
-    """True if torch would use its fused kernel and ``recomputed`` takes less time."""
+    """True if torch would use its fused kernel and ``_Recomputed`` takes less time."""
     given = (query, key, values)
     if not all(is_concrete(t) and t.is_cpu and t.dtype == torch.bfloat16 and t.ndim == 4 for t in given):
         return False
@@ -128,7 +113,7 @@ def _with_autograd(
     is_masked = attn_mask is not None and (is_causal or attn_mask.requires_grad)
     is_other = transforms or is_masked or dropout_p or scale == 0 or enable_gqa
     if differentiates and not is_other and _is_short(query, key, values):
-        return recomputed(query, key, values, attn_mask, is_causal, scale)
+        return _Recomputed.apply(query, key, values, attn_mask, is_causal, scale)
     return _torchs(query, key, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
