@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, batch_of
+from autocastfx.capture.call import Call, CallSignature, batch_of, sized
 from autocastfx.capture.export import capture
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
@@ -447,13 +447,9 @@ def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Ten
         narrowed = given.dtype in LOW_DTYPES and given.dtype != tensor.dtype
         if given.shape != tensor.shape or narrowed:
             raise ArgumentError(
-                f"the first argument is not the float32 original: its {name!r} is {_kind(given)}, and that of the "
-                f"converted model {_kind(tensor)}."
+                f"the first argument is not the float32 original: its {name!r} is {sized(given)}, and that of the "
+                f"converted model {sized(tensor)}."
             )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def floating(value: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -125,7 +126,7 @@ _MOST_ROUNDS = 8
 
 
 def rules_for(
-    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity, name: str = "tuned"
+    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity
 ) -> tuple[OpList, Plan]:
     """Find rules by which a conversion places what it computes as ``wanted`` does.
 
@@ -137,14 +138,13 @@ def rules_for(
         start: the plan that follows from the base list alone.
         convert: gives the plan that follows from rules laid over the base list.
         sensitivity: for the reasons.
-        name: of the list, in plans.
 
     Returns:
         The rules, and the plan that follows from them.
     """
     sides = _sides(wanted)
     chosen: dict[Group, str] = {}
-    rules, plan, views = OpList(name=name), start, _views(wanted)
+    rules, plan, views = OpList(name="tuned"), start, _views(wanted)
     for _ in range(_MOST_ROUNDS):
         groups = [group for group in _differing(plan, wanted) if group not in chosen and group in sides]
         missing = [group for group in groups if group not in views]
@@ -153,7 +153,7 @@ def rules_for(
         if not missing:
             break
         chosen |= {group: sides[group] for group in missing}
-        rules = OpList.of({"modules": list(_written(chosen, sides, _Reasons(wanted, sensitivity)))}, name=name)
+        rules = OpList.of({"modules": list(_written(chosen, sides, _Reasons(wanted, sensitivity)))}, name="tuned")
         plan = convert(rules)
     return rules, plan
 
@@ -195,27 +195,23 @@ def _differing(plan: Plan, wanted: Plan) -> list[Group]:
 class _Reasons:
     plan: Plan
     sensitivity: Sensitivity
-    by_group: dict[Group, list[PlannedNode]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def by_group(self) -> Mapping[Group, Sequence[PlannedNode]]:
         by_group: dict[Group, list[PlannedNode]] = {}
         for node in filter(_computes, self.plan.nodes):
             by_group.setdefault(group_of(node), []).append(node)
-        object.__setattr__(self, "by_group", by_group)
+        return by_group
 
     def __call__(self, groups: Sequence[Group], side: str) -> str:
         nodes = [node for group in groups for node in self.by_group.get(group, ())]
         total = f"the {self.sensitivity.of}'s error of {self.plan.error or 0.0:.1e}"
         if side == "low":
-            error = _together(node.error or 0.0 for node in nodes)
+            error = math.hypot(*(node.error or 0.0 for node in nodes))
             return f"tuned: adds {error:.1e} to {total}"
         names = {effect.name for effect in self.sensitivity.effects}
-        error = _together(self.sensitivity[node.name].error for node in nodes if node.name in names)
+        error = math.hypot(*(self.sensitivity[node.name].error for node in nodes if node.name in names))
         return f"tuned: in 16 bits it would add {error:.1e} to {total}" if error else "tuned"
-
-
-def _together(errors: Iterable[float]) -> float:
-    return sum(error * error for error in errors) ** 0.5
 
 
 def _written(chosen: Mapping[Group, str], sides: Mapping[Group, str], reasons: _Reasons) -> Iterable[dict[str, Any]]:
@@ -474,15 +470,12 @@ class PlanSearch:
         while len(self.plans) < _MOST_CUTS:
             pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b > _CLOSE * a > 0]
             gaps = {pair: self._gap(*pair) for pair in pairs}
-            crossing = [p for p in pairs if self._crosses(limit, *p)]
+            is_kept = {price: limit.keeps(_point("", plan)) for price, plan in self.plans.items()}
+            crossing = [(a, b) for a, b in pairs if is_kept[a] != is_kept[b]]
             first, last = max(crossing or gaps, key=gaps.__getitem__, default=(1.0, 1.0))
             if not gaps.get((first, last)):
                 return
             self._at(math.sqrt(first * last))
-
-    def _crosses(self, limit: Limit, price: float, other: float) -> bool:
-        first, second = (limit.keeps(_point("", self.plans[one])) for one in (price, other))
-        return first != second
 
     def _gap(self, price: float, other: float) -> float:
         """The area of the front between two plans; 0 if they are equal."""
