@@ -15,7 +15,7 @@ from autocastfx.graph.node import argument
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
 from autocastfx.numerics.product_choice import Candidate, Choice
-from autocastfx.plan.plan import NoFloat8, PlannedNode, Precision
+from autocastfx.plan.plan import NoFloat8, PlannedFloat8, PlannedNode, Precision
 from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
@@ -139,12 +139,10 @@ def product_rules(
 def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
     """Say that quantising takes longer than a product gains; empty if it does not."""
     gain, cost = sum(one.gain for one in parts), sum(sum(one.reads.values()) for one in parts)
+    if cost <= gain:
+        return ""
     saves, costs = (f"{1e6 * moved / gpu.bandwidth:.2g} µs" for moved in (gain, cost))
-    return (
-        f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
-        if cost > gain
-        else ""
-    )
+    return f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
 
 
 _MOST_MEASURED = 5
@@ -182,30 +180,27 @@ class Float8Search:
         self._nodes, effects = variant.plan.nodes, self.search.effects
         made = {node.name: node for node in variant.graph.nodes}
         self.products, self._flops, self._kept_out = [], 0, Counter[str]()
-        for node in (node for node in self._nodes if node.float8 is not None):
-            effect = effects.get((node.name, node.op, node.module))
-            if effect is None or node.float8 is None or not effect.products:
+        for node in self._nodes:
+            effect, float8 = effects.get((node.name, node.op, node.module)), node.float8
+            if effect is None or float8 is None or not effect.products:
                 continue
             self._flops += effect.flops * len(effect.products)
             for product in effect.products:
-                if why := self._why_not(node, Product(product)):
+                if why := self._why_not(node, float8, Product(product)):
                     self._kept_out[why] += effect.flops
             self.products += (
                 product_of(node, one.product, one.error, effect.sizes, made.get(node.name), self.gpu)
-                for one in node.float8.errors
-                if one.product in node.float8.products
+                for one in float8.errors
+                if one.product in float8.products
             )
 
-    def _why_not(self, node: PlannedNode, product: Product) -> str:
+    def _why_not(self, node: PlannedNode, float8: PlannedFloat8, product: Product) -> str:
         """Why a product that was measured cannot be chosen; empty if it can."""
-        float8 = node.float8
-        why = (
-            next((one.why for one in float8.in_16_bits if one.product is product), None) if float8 is not None else None
-        )
+        why = next((one.why for one in float8.in_16_bits if one.product is product), None)
         if why is not None:
             return f"{why} ({node.decision.source})" if why.why is NoFloat8.NOT_LOW else str(why)
-        is_other = float8 is not None and product not in {one.product for one in float8.errors}
-        return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if float8 and is_other else ""
+        is_other = product not in {one.product for one in float8.errors}
+        return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if is_other else ""
 
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Choose products, and for a limit of errors the placement; measure.
@@ -296,11 +291,8 @@ class Float8Search:
         if chosen is None:
             most, kept_out = choice.worth(range(len(keys))) / self._flops, self._kept_out.most_common(_MOST_REASONS)
             said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
-            more = (
-                f"; and {len(self._kept_out) - len(kept_out)} other reasons"
-                if len(self._kept_out) > len(kept_out)
-                else ""
-            )
+            others = len(self._kept_out) - len(kept_out)
+            more = f"; and {others} other reasons" if others else ""
             raise SensitivityError(
                 f"{share:.0%} of products in float8 are more than can be: {most:.0%}, by operations. The list "
                 f"{self.search.converter.op_list.name} keeps out {said}{more}. Give a smaller share or another op_list."

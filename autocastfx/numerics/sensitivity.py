@@ -165,7 +165,7 @@ class Measuring:
             errors = errors_at(switches, self.amp_model, args, kwargs)
             flat = flatten(captured.graph, attributes.__getitem__)
             write_out_of_place(flat)
-            run = ProbeRun.of(flat, call, ports.stays_float32, kept=kept, passed=passed)
+            run = ProbeRun(flat, call, ports.stays_float32, kept=kept, passed=passed)
             may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
             seeds = self._seeds(paired=may_jump)
             effects = NodeEffects(
