@@ -214,8 +214,8 @@ class Float8Search:
         Raises:
             SensitivityError: no plan keeps the limit.
         """
-        points = [self._started(started), *self._cuts()]
-        kept = [Found(points[0], self.search.complete(OpList()).plan, OpList(name="tuned"))]
+        kept = [self._started(started)]
+        points = [kept[0].point, *self._cuts()]
         target = limit.error or 0.0
         for _ in range(_MOST_MEASURED):
             found = self._at_share(limit.share) if limit.share is not None else self._at_error(target)
@@ -234,11 +234,12 @@ class Float8Search:
             return min(kept, key=lambda one: one.point.error), points
         return min(kept, key=lambda one: one.point.bytes - one.point.saved * self.gpu.bandwidth), points
 
-    def _started(self, started: Point) -> Point:
-        """The point of the list to start from, with what it runs in float8 itself."""
+    def _started(self, started: Point) -> Found:
+        """The plan of the list to start from, with what it runs in float8 itself."""
         plan = self.search.complete(OpList()).plan
         own = {(group_of(n), p) for n in plan.nodes if n.float8 is not None for p in n.float8.products}
-        return replace(started, predicted=plan.error or 0.0, **self._gains(own))
+        point = replace(started, predicted=plan.error or 0.0, **self._gains(own))
+        return Found(point, plan, OpList(name="tuned"))
 
     def _choice(self, *, by_flops: bool, low: Collection[str] | None = None) -> tuple[list[object], Choice]:
         """The products of nodes that run in 16 bits, by what a rule can say: keys, and what to choose from."""
@@ -321,8 +322,7 @@ class Float8Search:
 
     def _priced(self, price: float) -> float:
         """The predicted error of the placement and the products that are best at a price of an error."""
-        self.search._at(price)
-        plan = self.search.plans[price]
+        plan = self.search._at(price)
         _, choice = self._choice(by_flops=False, low=_low(plan.nodes))
         return math.hypot(plan.error or 0.0, math.sqrt(choice.error(choice.at(price))))
 

@@ -586,10 +586,6 @@ def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterato
 def _pair(
     name: str, edges: list[tuple[Edge | None, Edge | None]], low: _Half, full: _Half, *, is_leaf: bool = False
 ) -> Gradients:
-    pairs = [
-        (low.backward.gradient(ours), full.backward.gradient(theirs))
-        for ours, theirs in edges
-        if ours is not None and theirs is not None
-    ]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    both = [(low.backward.gradient(a), full.backward.gradient(b)) for a, b in edges if a and b]
+    known = [(a, b) for a, b in both if a is not None and b is not None]
     return Gradients(name, is_leaf, tuple(a for a, _ in known), tuple(b for _, b in known))
