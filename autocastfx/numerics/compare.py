@@ -193,7 +193,7 @@ def compare(
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
-        whole=run.whole,
+        whole=run.low.flat.whole,
         parameters=_named(leaves, amp_model._held()),
         scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
@@ -313,9 +313,7 @@ def _compared(step: Step, planned: PlannedNode | None, inherited: float) -> Comp
 
 def _named(parameters: list[ComparedParameter], tensors: Mapping[str, torch.Tensor]) -> tuple[ComparedParameter, ...]:
     """Rename tied parameters to their first name, and sort by the model's order; inputs of the call come last."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     renamed = [replace(p, name=first[id(tensors[p.name])]) if p.name in tensors else p for p in parameters]
     places = {name: place for place, name in enumerate(tensors)}
     return tuple(sorted(renamed, key=lambda parameter: places.get(parameter.name, len(places))))

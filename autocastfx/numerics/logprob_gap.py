@@ -104,11 +104,8 @@ def logprob_gap(
         ValueError: there are no batches; no tokens, or tokens of another shape, beyond the vocabulary, or none that
             counts; logits of two shapes; or a log probability is NaN.
     """
-    gaps: list[torch.Tensor] = []
-    number = 0
-    for number, batch in enumerate(batches_of(batches), 1):
-        gaps.append(_of_batch(a, b, batch, chosen, f"batch {number}"))
-    if not number:
+    gaps = [_of_batch(a, b, batch, chosen, f"batch {number}") for number, batch in enumerate(batches_of(batches), 1)]
+    if not gaps:
         raise ArgumentError("there are no batches to compare the models on. An iterator can be read only once.")
     every = torch.cat(gaps).sort().values
     if not len(every):

@@ -457,20 +457,14 @@ class NodeEffects:
                 said = next(iter(str(error).splitlines()), "")
                 self.unmeasured[names[node]] = f"its kernel in 16 bits raises: {said}"
                 continue
-            if self.float8 and (products := self._products_of(piece, node, gradients)) is not None:
-                self._products[node] = products
+            if self.float8:
+                gradient, values = gradients[0] if gradients else None, piece.values.__getitem__
+                products = product_differences(self.float8, node, values, reads, gradient, piece.returned)
+                if products is not None:
+                    self._products[node] = products
         for node, why in piece.unmeasured.items():
             if _of_float32(piece.values.get(node)):
                 self.unmeasured[names[node]] = why
-
-    def _products_of(
-        self, piece: SegmentRun, node: fx.Node, gradients: Sequence[torch.Tensor | None]
-    ) -> ProductDifferences | None:
-        def returned(read: Read) -> bool:
-            return (read.node, read.place) in piece.returned
-
-        gradient = gradients[0] if gradients else None
-        return product_differences(self.float8, node, piece.values.__getitem__, piece.reads[node], gradient, returned)
 
     def _round_all(self, piece: SegmentRun) -> None:
         roundings, most = Roundings(self.replay.low), torch.finfo(self.replay.low).max

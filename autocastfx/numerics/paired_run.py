@@ -304,11 +304,6 @@ class PairedRun:
         return self.low.flat.names
 
     @property
-    def whole(self) -> tuple[str, ...]:
-        """Names of the nodes of the converted graph that hold sub-graphs."""
-        return self.low.flat.whole
-
-    @property
     def tapes(self) -> tuple[Tape, ...]:
         """Of the converted graph and of the captured one; none of a run without gradients."""
         return tuple(side.tape for side in (self.low, self.full) if side is not None and side.tape is not None)

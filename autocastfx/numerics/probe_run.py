@@ -103,7 +103,8 @@ class ProbeRun:
             self._drop()
             self._last = self._started(i, self._outside)
             for node in segment.gives:
-                self._outside[node] = _detached(self._last.values[node])
+                made = self._last.values[node]
+                self._outside[node] = made.detach() if isinstance(made, torch.Tensor) else made
             if i < len(self.segments) - 1:
                 self._held = (i, self._last)
 
@@ -211,10 +212,6 @@ def _copies(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 def _kept(derivative: torch.Tensor) -> torch.Tensor:
     return derivative.to(_BETWEEN) if derivative.dtype == torch.float32 else derivative
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _add_to(sums: dict[_Key, torch.Tensor], more: Mapping[_Key, torch.Tensor]) -> None:
