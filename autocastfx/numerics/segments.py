@@ -309,26 +309,22 @@ class SegmentRun:
         with derivable():
             for node in segment.reads:
                 made = outside[node]
-                if node.op.startswith("call_"):
-                    self.values[node] = self._entered(node, made)
+                if node.op.startswith("call_"):  # in an earlier segment
+                    if isinstance(made, torch.Tensor) and _is_number(made):
+                        self.inputs[node] = made = made.detach().requires_grad_()
+                    self.values[node] = made
                     continue
                 if node.op == "get_attr" and str(node.target) in parameters:
                     number, parameter = parameters[str(node.target)]
                     made = self.parameters.setdefault(number, parameter.detach().requires_grad_())
                     self._lifted.add(node)
-                self.values[node] = self._known(node, made, node in self.shared)
+                self.values[node] = self._known(node, made)
             self._leaves += self.parameters.values()
             for node in segment.nodes:
                 if node.op == "output":
                     self.output = map_arg(node.args[0], self._tapped(node))
                 else:
-                    self.values[node] = self._known(node, self._computed(node), node in self.shared)
-
-    def _entered(self, node: fx.Node, made: Any) -> Any:
-        if not isinstance(made, torch.Tensor) or not _is_number(made):
-            return made
-        self.inputs[node] = made.detach().requires_grad_()
-        return self.inputs[node]
+                    self.values[node] = self._known(node, self._computed(node))
 
     def _computed(self, node: fx.Node) -> Any:
         if node in self.shared or any(use.node in self.shared for use in uses(node)):
@@ -371,12 +367,14 @@ class SegmentRun:
 
         return take
 
-    def _known(self, node: fx.Node, made: Any, is_shared: bool) -> Any:
+    def _known(self, node: fx.Node, made: Any) -> Any:
         """Tap what a node gave. A float32 value without gradients becomes a leaf, so that its rounding counts too."""
+        if node in self.shared:
+            return made
         leaves, spec = pytree.tree_flatten(made)
         number = -1
         for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32 or is_shared:
+            if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32:
                 continue
             number += 1
             if not leaf.requires_grad:
