@@ -80,7 +80,7 @@ def measure(name: str, dtype: str) -> Row:
         tune(model, first, budget=Budget(bytes=1.0), fold="kernel", **given),  # of the bytes of the list so folded
     ]
     fewer, nearer, kernel = map(bench.tuned, tuned)
-    search = bench.search(found, _prices(find_gpu("A100"))(found))
+    search = bench.search(found, _prices(found, find_gpu("A100")))
     front = list(_front(bench, search))
     floor = min(point.bytes for point in tuned[0].front)
     left = (fewer.bytes - floor) / (default.bytes - floor) if _has_room(default.bytes, floor) else 1.0

@@ -7,22 +7,22 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.call import inputs_of
 from autocastfx.conversion import convert, convert_again
 from autocastfx.errors import ArgumentError, ArgumentTypeError, BisectError, EvaluationsError, UnmatchedRuleWarning
 from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.graph.node import attributes_of
 from autocastfx.graph.walk import walk
+from autocastfx.numerics.compare import repeatable
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
 from autocastfx.policy.op_list import OpList, OpListLike
@@ -206,27 +206,11 @@ class OutputDistance:
         return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst
 
     def _run(self, model: nn.Module) -> list[torch.Tensor]:
-        with torch.no_grad(), _left_as_it_is(model, self._seed):
-            args, kwargs = pytree.tree_map(_apart, (tuple(self._args), dict(self._kwargs)))
+        with torch.no_grad(), repeatable(model, self._seed):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(self._args), dict(self._kwargs)))
             output = model(*args, **kwargs)
         leaves = pytree.tree_leaves(output)
         return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _apart(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-@contextmanager
-def _left_as_it_is(model: nn.Module, seed: int) -> Generator[None]:
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with random_numbers_kept():
-            torch.manual_seed(seed)
-            yield
-    finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 Metric = Callable[[AmpModule], float]
@@ -323,7 +307,9 @@ def bisect(
             return convert(model, example_inputs, op_list=[*lists, rules], **options)
 
     def order() -> Sequence[OpInModule]:
-        return search_order(first, places, _arguments(example_inputs, options.get("example_kwargs")))
+        kwargs = options.get("example_kwargs")
+        is_given = example_inputs is not None or kwargs is not None
+        return search_order(first, places, inputs_of(example_inputs, kwargs) if is_given else None)
 
     plan, places = first.plan, places_of(first.plan)
     kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
@@ -331,16 +317,6 @@ def bisect(
         Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
     )
     return _Search(make, metric, evaluations, report).run(places, order, tolerance)
-
-
-def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
-    """The example call, as ``convert`` understands it; None if there is none."""
-    if isinstance(inputs, Mapping):
-        return (), cast("Mapping[str, Any]", inputs)
-    if inputs is None and kwargs is None:
-        return None
-    args: tuple[Any, ...] = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    return args, kwargs or {}
 
 
 @dataclass
@@ -399,8 +375,6 @@ def op_list_of(places: Sequence[OpInModule], reason: str = "tried by bisection")
     for place in places:
         by_module.setdefault(place.module, []).append(place.op)
     root = by_module.pop("", [])
-    data: dict[str, Any] = {"deny": [{"reason": reason, "ops": root}]} if root else {}
-    modules: list[Mapping[str, Any]] = [
-        {"path": path, "category": "float32", "ops": ops, "reason": reason} for path, ops in by_module.items()
-    ]
-    return OpList.of({**data, **({"modules": modules} if modules else {})}, name="bisection")
+    deny = [{"reason": reason, "ops": root}] if root else []
+    modules = [{"path": path, "category": "float32", "ops": ops, "reason": reason} for path, ops in by_module.items()]
+    return OpList.of({"deny": deny, "modules": modules}, name="bisection")

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import arguments_of, batches_of, device_of
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
@@ -130,12 +131,10 @@ class Check:
         word = "right" if self.ok else "WRONG" if self.differences else "INEXACT" if self.inexact else "NOT COMPARED"
         yield f"check of {self.model} in {self.dtype}: {word}"
         yield f"  as captured, without a cast: {len(self.calls)} calls, {len(self.differences)} differences"
-        yield from (f"    {one}" for one in self.differences[:_MOST])
-        yield from _more(self.differences)
+        yield from _few(self.differences)
         if self.dropped:
             yield f"  not compared: {len(self.dropped)}"
-            yield from (f"    {one}" for one in self.dropped[:_MOST])
-            yield from _more(self.dropped)
+            yield from _few(self.dropped)
         if self.values:
             yield "  converted, relative distance from float32 (torch.autocast's):"
             yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
@@ -162,7 +161,8 @@ class Check:
         return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def _more(entries: Sequence[object]) -> Iterator[str]:
+def _few(entries: Sequence[object]) -> Iterator[str]:
+    yield from (f"    {one}" for one in entries[:_MOST])
     if len(entries) > _MOST:
         yield f"    and {len(entries) - _MOST} more"
 
@@ -233,9 +233,10 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
         _refuse_options(op_list, options)
         with call.copies() as (original, ours, bare, backend):
             modes = [foreseen(original, training=training).modes for training in (True, False)]
-            checking = _Checking(original, ours, bare, call.backend.low, modes)
-            checking.plans = lambda: [graph.plan for graph in backend.graphs if graph.plan is not None]
-            yield checking
+            yield _Checking(
+                *(original, ours, bare, call.backend.low, modes),
+                plans=lambda: [graph.plan for graph in backend.graphs if graph.plan is not None],
+            )
         return
     amp_model = _converted(model, given, op_list, options)
     original = amp_model._original.model
@@ -243,7 +244,8 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
     if original is None or bare is None:
         raise UnsupportedError("the original of the converted model is not at hand: check the original.")
     modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
-    yield _Checking(original, amp_model, bare, getattr(torch, amp_model.plan.low), modes)
+    low = getattr(torch, amp_model.plan.low)
+    yield _Checking(original, amp_model, bare, low, modes, lambda: [variant.plan for variant in amp_model.variants])
 
 
 def _refuse_options(op_list: OpListLike, options: Mapping[str, Any]) -> None:
@@ -261,31 +263,31 @@ def _converted(model: nn.Module, given: Any, op_list: OpListLike, options: Mappi
     return model
 
 
+@dataclass
 class _Checking:
     """The differences and errors found so far."""
 
-    def __init__(
-        self, model: nn.Module, ours: nn.Module, bare: nn.Module, low: torch.dtype, modes: Sequence[tuple[bool, ...]]
-    ) -> None:
-        self.model, self.ours, self.bare = model, ours, bare
-        self.low, self.modes = low, modes
-        self.plans: Callable[[], list[Plan]] = lambda: (
-            [v.plan for v in ours.variants] if isinstance(ours, AmpModule) else []
-        )
-        self.compared: list[behaviour.Compared] = []
-        self.errors: dict[str, list[tuple[float, float | None]]] = {}
-        self.raised: list[behaviour.Difference] = []
-        self.unmeasured: list[str] = []
+    model: nn.Module
+    ours: nn.Module
+    bare: nn.Module
+    low: torch.dtype
+    modes: Sequence[tuple[bool, ...]]
+    plans: Callable[[], Sequence[Plan]]
+    compared: list[behaviour.Compared] = field(default_factory=list[behaviour.Compared])
+    errors: dict[str, list[tuple[float, float | None]]] = field(default_factory=dict[str, Any])
+    raised: list[behaviour.Difference] = field(default_factory=list[behaviour.Difference])
+    unmeasured: list[str] = field(default_factory=list[str])
 
     def add(self, arguments: Any, batch: Any, loss_fn: LossFunction | None) -> None:
         """Compare the calls of a batch."""
         trials = [*behaviour.trials_of(arguments, self.modes), *_further(arguments, self.modes[0])]
-        loss: Callable[[Any], torch.Tensor] | None = None
-        if loss_fn is not None:
-            loss = partial(_loss, batch=batch, loss_fn=loss_fn, scale=_SCALE if self.low is torch.float16 else 1.0)
+
+        def loss(output: Any) -> torch.Tensor:
+            return loss_of(output, batch, loss_fn) * (_SCALE if self.low is torch.float16 else 1.0)
+
         self.compared.append(behaviour.compare_calls(self.model, self.bare, trials))
         for place, trial in enumerate(trials[:2]):
-            self._measure(replace(trial, loss=loss), is_given=place == 1)
+            self._measure(replace(trial, loss=loss if loss_fn is not None else None), is_given=place == 1)
 
     def _measure(self, trial: behaviour.Trial, *, is_given: bool) -> None:
         """Note how far the converted model and torch.autocast are from float32.
@@ -324,7 +326,7 @@ class _Checking:
         parts = self.compared
         return Check(
             model=type(self.model).__name__,
-            dtype=str(self.low).removeprefix("torch."),
+            dtype=dtype_name(self.low),
             differences=(*modes, *(one for part in parts for one in part.differences), *self.raised),
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
@@ -378,10 +380,6 @@ def _ratio(plan: Plan, sensitivity: Sensitivity) -> float:
     return rms(whole) / alone if alone else 0.0
 
 
-def _loss(output: Any, batch: Any, loss_fn: LossFunction, scale: float) -> torch.Tensor:
-    return loss_of(output, batch, loss_fn) * scale
-
-
 def _under_autocast(model: nn.Module, device: str, low: torch.dtype) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, low):
@@ -417,41 +415,28 @@ def _errors(
     exact: behaviour.Behaviour, ours: behaviour.Behaviour, theirs: behaviour.Behaviour | None
 ) -> Iterator[tuple[str, float, float | None]]:
     """Yield for each floating output and gradient, and for all gradients as one, both errors."""
-    gradients: list[str] = []
-    for name, reference in exact.tensors.items():
-        if reference is None or not reference.is_floating_point() or not name.startswith(("output", "gradient of")):
-            continue
-        if name.startswith("gradient of"):
-            gradients.append(name)
-        else:
-            yield name, _apart(reference, ours, name), None if theirs is None else _apart(reference, theirs, name)
-    if gradients:
-        whole = [None if one is None else _whole(exact, one, gradients) for one in (ours, theirs)]
-        yield _ALL, cast("float", whole[0]), whole[1]
-    for name in gradients:
-        reference = cast("torch.Tensor", exact.tensors[name])
-        yield name, _apart(reference, ours, name), None if theirs is None else _apart(reference, theirs, name)
+    floating = {name: t for name, t in exact.tensors.items() if t is not None and t.is_floating_point()}
+    gradients = {name: t for name, t in floating.items() if name.startswith("gradient of")}
+    outputs = [name for name in floating if name.startswith("output")]
+    for name in (*outputs, *([_ALL] if gradients else []), *gradients):
+        apart = partial(_whole, gradients) if name == _ALL else partial(_apart, floating[name], name)
+        yield name, apart(ours), None if theirs is None else apart(theirs)
 
 
-def _apart(reference: torch.Tensor, other: behaviour.Behaviour, name: str) -> float:
+def _apart(reference: torch.Tensor, name: str, other: behaviour.Behaviour) -> float:
     tensor = other.tensors.get(name)
     return math.inf if tensor is None else behaviour.apart(reference, tensor)
 
 
-def _whole(exact: behaviour.Behaviour, other: behaviour.Behaviour, names: Sequence[str]) -> float:
+def _whole(references: Mapping[str, torch.Tensor], other: behaviour.Behaviour) -> float:
     far, norm = 0.0, 0.0
-    for name in names:
-        reference = cast("torch.Tensor", exact.tensors[name])
+    for name, reference in references.items():
         size = float(reference.double().norm())
-        far, norm = math.hypot(far, _apart(reference, other, name) * (size or 1.0)), math.hypot(norm, size)
+        far, norm = math.hypot(far, _apart(reference, name, other) * (size or 1.0)), math.hypot(norm, size)
     return far / (norm or 1.0)
 
 
 def _value(name: str, pairs: Sequence[tuple[float, float | None]]) -> CheckedValue:
     theirs = [autocast for _, autocast in pairs]
     known = [autocast for autocast in theirs if autocast is not None]
-    return CheckedValue(name, _mean([error for error, _ in pairs]), _mean(known) if len(known) == len(pairs) else None)
-
-
-def _mean(errors: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(error * error for error in errors) / len(errors))
+    return CheckedValue(name, rms(error for error, _ in pairs), rms(known) if len(known) == len(pairs) else None)

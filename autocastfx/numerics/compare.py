@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
 from autocastfx.numerics.paired_run import Loss, PairedRun, Step, floating, run_backwards, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Precision, op_list_for
+from autocastfx.plan.sensitivity import rms
 from autocastfx.report.comparison import (
     Cancellation,
     ComparedNode,
@@ -76,38 +77,45 @@ class TargetDistance:
             amp_model: converted from the float32 model, with its parameters.
             low: the 16-bit dtype, for the loss scale of gradients.
         """
-        squares: list[float] = []
+        distances: list[float] = []
         for i, (batch, (expected, norm, largest)) in enumerate(zip(self.batches, self._expected, strict=True)):
             scale = gradient_scale(largest, low) / 16 if self.of == "gradient" else 1.0
             target = self._target(amp_model, batch, i, max(1.0, scale))
             distance = _norm(x - y for x, y in zip(target, expected, strict=True)) / norm
-            squares.append(distance * distance if math.isfinite(distance) else math.inf)
-        return math.sqrt(sum(squares) / len(squares))
+            distances.append(distance if math.isfinite(distance) else math.inf)
+        return rms(distances)
 
     def _target(self, model: nn.Module, batch: Any, seed: int, scale: float) -> list[torch.Tensor]:
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        try:
-            with ExitStack() as modes:
-                modes.enter_context(random_numbers_kept())
-                if model is self.model:  # whose own forward runs, and may set attributes
-                    modes.enter_context(intact(model, [module.training for module in model.modules()], {}))
-                modes.enter_context(torch.inference_mode(False))
-                modes.enter_context(torch.set_grad_enabled(self.of == "gradient"))
-                torch.manual_seed(seed)
-                output = model(*args, **kwargs)
-                if self.of == "output":
-                    made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-                    return [t.detach().float() for t in made if t.is_floating_point()]
-                loss = loss_of(output, batch, self.loss_fn) * scale
-                wanted = [p for p in self.model.parameters() if p.requires_grad]
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        with ExitStack() as modes:
+            modes.enter_context(repeatable(model, seed))
+            if model is self.model:  # whose own forward runs, and may set attributes
+                modes.enter_context(intact(model, [module.training for module in model.modules()], {}))
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.set_grad_enabled(self.of == "gradient"))
+            output = model(*args, **kwargs)
+            if self.of == "output":
+                made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+                return [t.detach().float() for t in made if t.is_floating_point()]
+            loss = loss_of(output, batch, self.loss_fn) * scale
+            wanted = [p for p in self.model.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         given = cast("Sequence[torch.Tensor | None]", gradients)
         return [torch.zeros_like(p) if g is None else g / scale for g, p in zip(given, wanted, strict=True)]
+
+
+@contextmanager
+def repeatable(model: nn.Module, seed: int) -> Generator[None]:
+    """While open, torch's random numbers begin at ``seed``; afterwards they and the model's buffers are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with random_numbers_kept():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -185,7 +193,7 @@ def compare(
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
-        whole=run.whole,
+        whole=run.low.flat.whole,
         parameters=_named(leaves, amp_model._held()),
         scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
@@ -305,9 +313,7 @@ def _compared(step: Step, planned: PlannedNode | None, inherited: float) -> Comp
 
 def _named(parameters: list[ComparedParameter], tensors: Mapping[str, torch.Tensor]) -> tuple[ComparedParameter, ...]:
     """Rename tied parameters to their first name, and sort by the model's order; inputs of the call come last."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     renamed = [replace(p, name=first[id(tensors[p.name])]) if p.name in tensors else p for p in parameters]
     places = {name: place for place, name in enumerate(tensors)}
     return tuple(sorted(renamed, key=lambda parameter: places.get(parameter.name, len(places))))

@@ -335,14 +335,13 @@ class _Known:
     def entry(self, node: fx.Node) -> PlannedNode | None:
         return self.planned.get(self.names.get(node, ""))
 
-    def readers(self, cast: fx.Node) -> list[PlannedNode]:
-        return [entry for user in cast.users if (entry := self.entry(user)) is not None]
+    def own(self, node: fx.Node) -> list[PlannedNode]:
+        """The node of the plan that decides the dtype of ``node``: of a cast, those that read it."""
+        return [entry for one in (node.users if is_cast(node) else (node,)) if (entry := self.entry(one)) is not None]
 
     def guilty(self, node: fx.Node) -> tuple[PlannedNode, ...]:
         """What has to run in float32 so that ``node`` is finite: it or its readers, and where inputs vanished."""
-        entry = self.entry(node)
-        own = self.readers(node) if is_cast(node) else [entry] if entry is not None else []
-        return (*own, *self.lost(node))
+        return (*self.own(node), *self.lost(node))
 
     def note_vanished(self, step: Step) -> None:
         """Note of a node whose value became zero, where it is not in float32, all the nodes through which it did."""
@@ -387,9 +386,8 @@ def _reads_finite(step: Step) -> bool:
 
 def _is_written(node: fx.Node) -> bool:
     """True if Inf or NaN is written into the node itself, as by ``masked_fill(mask, -inf)``."""
-    return any(
-        isinstance(arg, float) and not math.isfinite(arg) for arg in pytree.tree_leaves((node.args, node.kwargs))
-    )
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(one, float) and not math.isfinite(one) for one in arguments)
 
 
 def _in_float32(step: Step, at_hand: bool) -> bool | None:
@@ -404,7 +402,6 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     node, values = step.node, floating(step.value)
     entry = known.entry(node)
     cast, dtype = is_cast(node), dtype_name(values[0].dtype)
-    guilty = known.readers(node) if cast else [entry] if entry is not None else []
     because = because_of(entry)
     if cast:
         readers = ", ".join(known.names.get(user, user.name) for user in node.users)
@@ -426,7 +423,7 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
         because=because,
         in_float32=in_float32,
         fix=fix,
-        advice=_advice(in_float32, fix, guilty, node),
+        advice=_advice(in_float32, fix, known.own(node), node),
     )
 
 

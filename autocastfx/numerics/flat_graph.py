@@ -109,11 +109,11 @@ class _Kind:
     mode: Callable[..., AbstractContextManager[Any]]
 
 
-def _autocast(device: str, dtype: torch.dtype, enabled: bool, cache: bool) -> AbstractContextManager[Any]:
-    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-
-_KINDS = {"wrap_with_set_grad_enabled": _Kind(1, torch.set_grad_enabled), "wrap_with_autocast": _Kind(4, _autocast)}
+# The arguments of an autocast region are those of torch.autocast, in its order.
+_KINDS = {
+    "wrap_with_set_grad_enabled": _Kind(1, torch.set_grad_enabled),
+    "wrap_with_autocast": _Kind(4, torch.autocast),
+}
 
 
 def _kind(node: fx.Node) -> _Kind | None:

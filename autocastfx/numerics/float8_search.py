@@ -15,7 +15,7 @@ from autocastfx.graph.node import argument
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
 from autocastfx.numerics.product_choice import Candidate, Choice
-from autocastfx.plan.plan import NoFloat8, PlannedNode, Precision
+from autocastfx.plan.plan import NoFloat8, PlannedFloat8, PlannedNode, Precision
 from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
@@ -139,12 +139,10 @@ def product_rules(
 def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
     """Say that quantising takes longer than a product gains; empty if it does not."""
     gain, cost = sum(one.gain for one in parts), sum(sum(one.reads.values()) for one in parts)
+    if cost <= gain:
+        return ""
     saves, costs = (f"{1e6 * moved / gpu.bandwidth:.2g} µs" for moved in (gain, cost))
-    return (
-        f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
-        if cost > gain
-        else ""
-    )
+    return f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
 
 
 _MOST_MEASURED = 5
@@ -182,30 +180,27 @@ class Float8Search:
         self._nodes, effects = variant.plan.nodes, self.search.effects
         made = {node.name: node for node in variant.graph.nodes}
         self.products, self._flops, self._kept_out = [], 0, Counter[str]()
-        for node in (node for node in self._nodes if node.float8 is not None):
-            effect = effects.get((node.name, node.op, node.module))
-            if effect is None or node.float8 is None or not effect.products:
+        for node in self._nodes:
+            effect, float8 = effects.get((node.name, node.op, node.module)), node.float8
+            if effect is None or float8 is None or not effect.products:
                 continue
             self._flops += effect.flops * len(effect.products)
             for product in effect.products:
-                if why := self._why_not(node, Product(product)):
+                if why := self._why_not(node, float8, Product(product)):
                     self._kept_out[why] += effect.flops
             self.products += (
                 product_of(node, one.product, one.error, effect.sizes, made.get(node.name), self.gpu)
-                for one in node.float8.errors
-                if one.product in node.float8.products
+                for one in float8.errors
+                if one.product in float8.products
             )
 
-    def _why_not(self, node: PlannedNode, product: Product) -> str:
+    def _why_not(self, node: PlannedNode, float8: PlannedFloat8, product: Product) -> str:
         """Why a product that was measured cannot be chosen; empty if it can."""
-        float8 = node.float8
-        why = (
-            next((one.why for one in float8.in_16_bits if one.product is product), None) if float8 is not None else None
-        )
+        why = next((one.why for one in float8.in_16_bits if one.product is product), None)
         if why is not None:
             return f"{why} ({node.decision.source})" if why.why is NoFloat8.NOT_LOW else str(why)
-        is_other = float8 is not None and product not in {one.product for one in float8.errors}
-        return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if float8 and is_other else ""
+        is_other = product not in {one.product for one in float8.errors}
+        return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if is_other else ""
 
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Choose products, and for a limit of errors the placement; measure.
@@ -219,8 +214,8 @@ class Float8Search:
         Raises:
             SensitivityError: no plan keeps the limit.
         """
-        points = [self._started(started), *self._cuts()]
-        kept = [Found(points[0], self.search.complete(OpList()).plan, OpList(name="tuned"))]
+        kept = [self._started(started)]
+        points = [kept[0].point, *self._cuts()]
         target = limit.error or 0.0
         for _ in range(_MOST_MEASURED):
             found = self._at_share(limit.share) if limit.share is not None else self._at_error(target)
@@ -239,11 +234,12 @@ class Float8Search:
             return min(kept, key=lambda one: one.point.error), points
         return min(kept, key=lambda one: one.point.bytes - one.point.saved * self.gpu.bandwidth), points
 
-    def _started(self, started: Point) -> Point:
-        """The point of the list to start from, with what it runs in float8 itself."""
+    def _started(self, started: Point) -> Found:
+        """The plan of the list to start from, with what it runs in float8 itself."""
         plan = self.search.complete(OpList()).plan
         own = {(group_of(n), p) for n in plan.nodes if n.float8 is not None for p in n.float8.products}
-        return replace(started, predicted=plan.error or 0.0, **self._gains(own))
+        point = replace(started, predicted=plan.error or 0.0, **self._gains(own))
+        return Found(point, plan, OpList(name="tuned"))
 
     def _choice(self, *, by_flops: bool, low: Collection[str] | None = None) -> tuple[list[object], Choice]:
         """The products of nodes that run in 16 bits, by what a rule can say: keys, and what to choose from."""
@@ -296,11 +292,8 @@ class Float8Search:
         if chosen is None:
             most, kept_out = choice.worth(range(len(keys))) / self._flops, self._kept_out.most_common(_MOST_REASONS)
             said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
-            more = (
-                f"; and {len(self._kept_out) - len(kept_out)} other reasons"
-                if len(self._kept_out) > len(kept_out)
-                else ""
-            )
+            others = len(self._kept_out) - len(kept_out)
+            more = f"; and {others} other reasons" if others else ""
             raise SensitivityError(
                 f"{share:.0%} of products in float8 are more than can be: {most:.0%}, by operations. The list "
                 f"{self.search.converter.op_list.name} keeps out {said}{more}. Give a smaller share or another op_list."
@@ -329,8 +322,7 @@ class Float8Search:
 
     def _priced(self, price: float) -> float:
         """The predicted error of the placement and the products that are best at a price of an error."""
-        self.search._at(price)
-        plan = self.search.plans[price]
+        plan = self.search._at(price)
         _, choice = self._choice(by_flops=False, low=_low(plan.nodes))
         return math.hypot(plan.error or 0.0, math.sqrt(choice.error(choice.at(price))))
 

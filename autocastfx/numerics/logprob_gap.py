@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import arguments_of, batches_of
+from autocastfx.capture.call import arguments_of, batches_of, sized
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
@@ -104,11 +104,8 @@ def logprob_gap(
         ValueError: there are no batches; no tokens, or tokens of another shape, beyond the vocabulary, or none that
             counts; logits of two shapes; or a log probability is NaN.
     """
-    gaps: list[torch.Tensor] = []
-    number = 0
-    for number, batch in enumerate(batches_of(batches), 1):
-        gaps.append(_of_batch(a, b, batch, chosen, f"batch {number}"))
-    if not number:
+    gaps = [_of_batch(a, b, batch, chosen, f"batch {number}") for number, batch in enumerate(batches_of(batches), 1)]
+    if not gaps:
         raise ArgumentError("there are no batches to compare the models on. An iterator can be read only once.")
     every = torch.cat(gaps).sort().values
     if not len(every):
@@ -126,7 +123,10 @@ def _of_batch(a: Model, b: Model, batch: Any, chosen: Callable[[Any], torch.Tens
     args, kwargs = arguments_of(batch)
     first, second = _logits_of(a, b, args, kwargs, place)
     if chosen is not None:
-        return _gaps(first, second, _checked(chosen(batch), place), place)
+        tokens = chosen(batch)
+        if not _is_integer(tokens):
+            raise ArgumentTypeError(f"{place}: chosen returns an integer tensor, not {_kind(tokens)}.")
+        return _gaps(first, second, tokens, place)
     return _gaps(*_tokens_of(a, args, kwargs, first, second, place), place)
 
 
@@ -211,12 +211,6 @@ def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tens
     return logarithms.gather(-1, tokens.to(logits.device)[:, None].long())[:, 0].cpu()
 
 
-def _checked(tokens: object, place: str) -> torch.Tensor:
-    if not _is_integer(tokens):
-        raise ArgumentTypeError(f"{place}: chosen returns an integer tensor, not {_kind(tokens)}.")
-    return cast("torch.Tensor", tokens)
-
-
 def _is_integer(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
         return False
@@ -224,6 +218,4 @@ def _is_integer(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+    return f"a tensor of {sized(value)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -44,7 +44,7 @@ class MendedRun:
         for gone in [one for one in self.beyond if one not in env]:  # no node reads it any more
             del self.beyond[gone]
         wide = self._in_float32(step)
-        ours, theirs = pytree.tree_leaves(step.value), pytree.tree_leaves(wide)
+        (ours, layout), theirs = pytree.tree_flatten(step.value), pytree.tree_leaves(wide)
         if not ours or [_shape(leaf) for leaf in ours] != [_shape(leaf) for leaf in theirs]:
             if self.reads_beyond(node) and step.twin is None:
                 self.beyond[node] = None
@@ -52,10 +52,11 @@ class MendedRun:
         stored = [_stored_as(a, b) for a, b in zip(ours, theirs, strict=True)]
         if any(_leaves_range(narrow, b) for narrow, b in zip(stored, theirs, strict=True)):
             self.beyond[node] = wide
+        value = pytree.tree_unflatten(stored, layout)
         if mutated_inputs(node):  # other nodes may read the same memory
             with torch.no_grad():
-                return pytree.tree_map(_written, step.value, pytree.tree_unflatten(stored, _layout(step.value)))
-        env[node] = value = pytree.tree_unflatten(stored, _layout(step.value))
+                return pytree.tree_map(_written, step.value, value)
+        env[node] = value
         return value
 
     def _in_float32(self, step: Step) -> Any:
@@ -77,10 +78,6 @@ class MendedRun:
 
     def _read(self, node: fx.Node) -> Any:
         return self.beyond[node] if node in self.beyond else self.run.low.env[node]
-
-
-def _layout(value: Any) -> pytree.TreeSpec:
-    return pytree.tree_flatten(value)[1]
 
 
 def _shape(leaf: Any) -> Any:

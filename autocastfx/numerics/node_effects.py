@@ -98,18 +98,14 @@ def _times(value: torch.Tensor, power_of_two: float) -> torch.Tensor:
     return value if power_of_two == 1.0 else value * power_of_two
 
 
-def _difference(low: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    return (low - full).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
-
-
 def _kept(changed: torch.Tensor) -> torch.Tensor:
-    return changed.to(_KEPT).nan_to_num_(0.0, 0.0, 0.0)
+    return changed.to(_KEPT).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
 
 
 def _counted(low: torch.Tensor | None, full: torch.Tensor | None) -> torch.Tensor | None:
     if low is None or full is None:
         return None
-    changed = _kept(_difference(low, full))
+    changed = _kept(low - full)
     return changed if bool(changed.any()) else None
 
 
@@ -181,7 +177,8 @@ class Replay:
             Exception: whatever the 16-bit kernel raises.
         """
         if draws_random_numbers(node):  # other dtypes draw other numbers
-            return self._result_alone(values(node), len(reads))
+            made = (_kept(rounding(t, self.low)) for t in _of_float32(values(node)))
+            return KernelDifference(tuple(made), (None,) * len(reads))
         inputs = {read.use: self._rounded(read, values(read.use.node).detach()) for read in reads}
         back = [None if g is None else _times(g, self.scale).to(self.low) for g in gradients]
         low, low_gradients = self._run(node, values, inputs, back, is_low=True)
@@ -208,10 +205,6 @@ class Replay:
             gradients: as above.
         """
         return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
-
-    def _result_alone(self, value: Any, reads: int) -> KernelDifference:
-        made = (_kept(rounding(t.detach(), self.low)) for t in _float32(value))
-        return KernelDifference(tuple(made), (None,) * reads)
 
     def _rounded(self, read: Read, value: torch.Tensor) -> torch.Tensor:
         return value if self.ports.stays_float32(read.node, read.use) else saturated(value, self.low)
@@ -250,10 +243,6 @@ class Replay:
                 back = cast("Sequence[Any]", torch.autograd.grad(ends, leaves, given, allow_unused=True))
                 leaf_gradients = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
         return [t.detach().float() for t in made], leaf_gradients
-
-
-def _float32(value: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.dtype == torch.float32]
 
 
 # Ops whose gradient switches: a change before a ReLU moves some of its inputs past zero, which no derivative shows.
@@ -468,20 +457,14 @@ class NodeEffects:
                 said = next(iter(str(error).splitlines()), "")
                 self.unmeasured[names[node]] = f"its kernel in 16 bits raises: {said}"
                 continue
-            if self.float8 and (products := self._products_of(piece, node, gradients)) is not None:
-                self._products[node] = products
+            if self.float8:
+                gradient, values = gradients[0] if gradients else None, piece.values.__getitem__
+                products = product_differences(self.float8, node, values, reads, gradient, piece.returned)
+                if products is not None:
+                    self._products[node] = products
         for node, why in piece.unmeasured.items():
             if _of_float32(piece.values.get(node)):
                 self.unmeasured[names[node]] = why
-
-    def _products_of(
-        self, piece: SegmentRun, node: fx.Node, gradients: Sequence[torch.Tensor | None]
-    ) -> ProductDifferences | None:
-        def returned(read: Read) -> bool:
-            return (read.node, read.place) in piece.returned
-
-        gradient = gradients[0] if gradients else None
-        return product_differences(self.float8, node, piece.values.__getitem__, piece.reads[node], gradient, returned)
 
     def _round_all(self, piece: SegmentRun) -> None:
         roundings, most = Roundings(self.replay.low), torch.finfo(self.replay.low).max
@@ -541,41 +524,26 @@ class NodeEffects:
             keys = dict.fromkeys(key for row in rows for key in row.get(node, ()))
             zero = torch.zeros(())
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
-            overflows = not is_output and any(n in self._beyond for n in _read_or_made(node))
-            effect = _effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows)
-            effects.append(_with_products(effect, self._products.get(node), columns))
+            seen = (node, *filter(is_float32, node.all_input_nodes))
+            overflows = not is_output and not self._beyond.isdisjoint(seen)
+            effects.append(self._effect(node, columns, overflows=overflows))
         return tuple(effects)
 
-
-def _effect(
-    mode: str,
-    node: fx.Node,
-    flat: FlatGraph,
-    columns: Mapping[tuple[str, str], Signature],
-    probes: int,
-    *,
-    overflows: bool,
-) -> Effect:
-    op = flat.ops.get(node) or op_name(node)
-    key = (OUTPUT, OUTPUT, "") if node.op == "output" else (flat.names[node], op, module_path(node))
-    named = {what: {n: c for (w, n), c in columns.items() if w == what} for what in ("reads", "returns")}
-    computes = columns.get(("computes", ""), (0.0,) * probes)
-    return Effect(mode, *key, computes, named["reads"], named["returns"], overflows)
-
-
-def _with_products(
-    effect: Effect, ran: ProductDifferences | None, columns: Mapping[tuple[str, str], Signature]
-) -> Effect:
-    """Add the effects of the products that ran; of one that changes nothing, zeros."""
-    if ran is None:
-        return effect
-    zeros = (0.0,) * len(effect.computes)
-    products = {product.value: columns.get(("products", product.value), zeros) for product in ran.products}
-    return replace(effect, products=products, sizes=ran.sizes)
-
-
-def _read_or_made(node: fx.Node) -> list[fx.Node]:
-    return [node, *(read for read in node.all_input_nodes if is_float32(read))]
+    def _effect(self, node: fx.Node, columns: Mapping[tuple[str, str], Signature], *, overflows: bool) -> Effect:
+        flat, ran = self.run.flat, self._products.get(node)
+        op = flat.ops.get(node) or op_name(node)
+        key = (OUTPUT, OUTPUT, "") if node.op == "output" else (flat.names[node], op, module_path(node))
+        named = {what: {n: c for (w, n), c in columns.items() if w == what} for what in ("reads", "returns")}
+        zeros = (0.0,) * len(self.seeds)  # of what changes nothing
+        products = ran.products if ran is not None else ()
+        return Effect(
+            *(self.mode, *key),
+            computes=columns.get(("computes", ""), zeros),
+            **named,
+            overflows=overflows,
+            products={product.value: columns.get(("products", product.value), zeros) for product in products},
+            sizes=ran.sizes if ran is not None else (),
+        )
 
 
 def _of_float32(value: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, batch_of
+from autocastfx.capture.call import Call, CallSignature, batch_of, sized
 from autocastfx.capture.export import capture
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
@@ -304,11 +304,6 @@ class PairedRun:
         return self.low.flat.names
 
     @property
-    def whole(self) -> tuple[str, ...]:
-        """Names of the nodes of the converted graph that hold sub-graphs."""
-        return self.low.flat.whole
-
-    @property
     def tapes(self) -> tuple[Tape, ...]:
         """Of the converted graph and of the captured one; none of a run without gradients."""
         return tuple(side.tape for side in (self.low, self.full) if side is not None and side.tape is not None)
@@ -447,13 +442,9 @@ def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Ten
         narrowed = given.dtype in LOW_DTYPES and given.dtype != tensor.dtype
         if given.shape != tensor.shape or narrowed:
             raise ArgumentError(
-                f"the first argument is not the float32 original: its {name!r} is {_kind(given)}, and that of the "
-                f"converted model {_kind(tensor)}."
+                f"the first argument is not the float32 original: its {name!r} is {sized(given)}, and that of the "
+                f"converted model {sized(tensor)}."
             )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def floating(value: Any) -> list[torch.Tensor]:
@@ -590,10 +581,6 @@ def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterato
 def _pair(
     name: str, edges: list[tuple[Edge | None, Edge | None]], low: _Half, full: _Half, *, is_leaf: bool = False
 ) -> Gradients:
-    pairs = [
-        (low.backward.gradient(ours), full.backward.gradient(theirs))
-        for ours, theirs in edges
-        if ours is not None and theirs is not None
-    ]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    both = [(low.backward.gradient(a), full.backward.gradient(b)) for a, b in edges if a and b]
+    known = [(a, b) for a, b in both if a is not None and b is not None]
     return Gradients(name, is_leaf, tuple(a for a, _ in known), tuple(b for _, b in known))

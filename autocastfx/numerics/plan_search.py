@@ -6,8 +6,9 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -125,7 +126,7 @@ _MOST_ROUNDS = 8
 
 
 def rules_for(
-    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity, name: str = "tuned"
+    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity
 ) -> tuple[OpList, Plan]:
     """Find rules by which a conversion places what it computes as ``wanted`` does.
 
@@ -137,23 +138,21 @@ def rules_for(
         start: the plan that follows from the base list alone.
         convert: gives the plan that follows from rules laid over the base list.
         sensitivity: for the reasons.
-        name: of the list, in plans.
 
     Returns:
         The rules, and the plan that follows from them.
     """
-    sides = _sides(wanted)
-    chosen: dict[Group, str] = {}
-    rules, plan, views = OpList(name=name), start, _views(wanted)
+    said, chosen = _Wanted(wanted, sensitivity), set[Group]()
+    rules, plan, views = OpList(name="tuned"), start, _views(wanted)
     for _ in range(_MOST_ROUNDS):
-        groups = [group for group in _differing(plan, wanted) if group not in chosen and group in sides]
+        groups = [group for group in _differing(plan, wanted) if group not in chosen and group in said.sides]
         missing = [group for group in groups if group not in views]
         if not missing and not _is_alike(plan, wanted):
             missing = groups
         if not missing:
             break
-        chosen |= {group: sides[group] for group in missing}
-        rules = OpList.of({"modules": list(_written(chosen, sides, _Reasons(wanted, sensitivity)))}, name=name)
+        chosen.update(missing)
+        rules = OpList.of({"modules": list(said.rules(chosen))}, name="tuned")
         plan = convert(rules)
     return rules, plan
 
@@ -177,14 +176,6 @@ def group_of(node: PlannedNode) -> Group:
     return node.module, base_name(node.op)
 
 
-def _sides(plan: Plan) -> dict[Group, str]:
-    """The precision of each module and op; those that run in both are left out."""
-    group_sides: dict[Group, set[str]] = {}
-    for node in filter(_computes, plan.nodes):
-        group_sides.setdefault(group_of(node), set()).add(_SIDES[node.placement.run])
-    return {group: next(iter(sides)) for group, sides in group_sides.items() if len(sides) == 1}
-
-
 def _differing(plan: Plan, wanted: Plan) -> list[Group]:
     runs = {node.name: node.placement.run for node in wanted.nodes}
     differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
@@ -192,51 +183,51 @@ def _differing(plan: Plan, wanted: Plan) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class _Reasons:
+class _Wanted:
+    """A plan to say as rules, and the sensitivity for their reasons."""
+
     plan: Plan
     sensitivity: Sensitivity
-    by_group: dict[Group, list[PlannedNode]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def nodes(self) -> Mapping[Group, Sequence[PlannedNode]]:
+        """The nodes of each module and op that compute."""
         by_group: dict[Group, list[PlannedNode]] = {}
         for node in filter(_computes, self.plan.nodes):
             by_group.setdefault(group_of(node), []).append(node)
-        object.__setattr__(self, "by_group", by_group)
+        return by_group
 
-    def __call__(self, groups: Sequence[Group], side: str) -> str:
-        nodes = [node for group in groups for node in self.by_group.get(group, ())]
+    @cached_property
+    def sides(self) -> Mapping[Group, str]:
+        """The precision of each module and op; those that run in both are left out."""
+        runs = {group: {node.placement.run for node in nodes} for group, nodes in self.nodes.items()}
+        return {group: _SIDES[own.pop()] for group, own in runs.items() if len(own) == 1}
+
+    def rules(self, chosen: Collection[Group]) -> Iterator[dict[str, Any]]:
+        """The rules as the data of a list: one for layers that agree, if several are chosen."""
+        families: dict[Group, list[Group]] = {}
+        for module, op in self.sides:
+            families.setdefault((_layered(module), op), []).append((module, op))
+        rules: dict[tuple[str, str], list[Group]] = {}
+        for (path, _), members in families.items():
+            asked = [group for group in members if group in chosen]
+            agree = len({self.sides[group] for group in members}) == 1
+            together = [(path, members)] if agree and len(asked) > 1 else [(group[0], [group]) for group in asked]
+            for own_path, groups in together:
+                rules.setdefault((own_path, self.sides[groups[0]]), []).extend(groups)
+        for (path, side), groups in rules.items():
+            ops = sorted({op for _, op in groups})
+            yield {"path": path or "re:^$", "category": side, "reason": self._reason(groups, side), "ops": ops}
+
+    def _reason(self, groups: Sequence[Group], side: str) -> str:
+        nodes = [node for group in groups for node in self.nodes[group]]
         total = f"the {self.sensitivity.of}'s error of {self.plan.error or 0.0:.1e}"
         if side == "low":
-            error = _together(node.error or 0.0 for node in nodes)
+            error = math.hypot(*(node.error or 0.0 for node in nodes))
             return f"tuned: adds {error:.1e} to {total}"
         names = {effect.name for effect in self.sensitivity.effects}
-        error = _together(self.sensitivity[node.name].error for node in nodes if node.name in names)
+        error = math.hypot(*(self.sensitivity[node.name].error for node in nodes if node.name in names))
         return f"tuned: in 16 bits it would add {error:.1e} to {total}" if error else "tuned"
-
-
-def _together(errors: Iterable[float]) -> float:
-    return sum(error * error for error in errors) ** 0.5
-
-
-def _written(chosen: Mapping[Group, str], sides: Mapping[Group, str], reasons: _Reasons) -> Iterable[dict[str, Any]]:
-    """The rules as the data of a list: first those for layers that agree, then the others."""
-    families: dict[Group, list[Group]] = {}
-    for module, op in sides:
-        families.setdefault((_layered(module), op), []).append((module, op))
-    rules: dict[tuple[str, str], list[tuple[str, list[Group]]]] = {}
-    for (path, op), members in families.items():
-        asked = [group for group in members if group in chosen]
-        agree = len({sides[group] for group in members}) == 1
-        if not asked:
-            continue
-        if agree and len(asked) > 1:
-            rules.setdefault((path, sides[asked[0]]), []).append((op, members))
-        else:
-            for group in asked:
-                rules.setdefault((group[0], sides[group]), []).append((op, [group]))
-    for (path, side), ops in rules.items():
-        reason = reasons([group for _, groups in ops for group in groups], side)
-        yield {"path": path or "re:^$", "category": side, "reason": reason, "ops": sorted({op for op, _ in ops})}
 
 
 def _layered(path: str) -> str:
@@ -444,10 +435,11 @@ class PlanSearch:
     def _plan_of(self, converter: Converter) -> Plan:
         return converter.decide(*self._converts)
 
-    def _at(self, price: float) -> None:
+    def _at(self, price: float) -> Plan:
         """Find the plan of fewest bytes, at a price of an error."""
         if price not in self.plans:
             self.plans[price] = self._cut(OpList(), price)
+        return self.plans[price]
 
     def _cut(self, rules: OpList, price: float) -> Plan:
         return self._plan_of(replace(self._with(rules), prices=replace(self.prices, per_error=price)))
@@ -474,15 +466,12 @@ class PlanSearch:
         while len(self.plans) < _MOST_CUTS:
             pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b > _CLOSE * a > 0]
             gaps = {pair: self._gap(*pair) for pair in pairs}
-            crossing = [p for p in pairs if self._crosses(limit, *p)]
+            is_kept = {price: limit.keeps(_point("", plan)) for price, plan in self.plans.items()}
+            crossing = [(a, b) for a, b in pairs if is_kept[a] != is_kept[b]]
             first, last = max(crossing or gaps, key=gaps.__getitem__, default=(1.0, 1.0))
             if not gaps.get((first, last)):
                 return
             self._at(math.sqrt(first * last))
-
-    def _crosses(self, limit: Limit, price: float, other: float) -> bool:
-        first, second = (limit.keeps(_point("", self.plans[one])) for one in (price, other))
-        return first != second
 
     def _gap(self, price: float, other: float) -> float:
         """The area of the front between two plans; 0 if they are equal."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from torch import fx, nn
 
 from autocastfx.capture.call import Call
 from autocastfx.capture.measure import apart, written_outside
-from autocastfx.graph.alias import AliasSet, alias_sets, reachable
+from autocastfx.graph.alias import alias_sets, reachable
 from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segments import Segment, SegmentRun, Taken, segments_of
@@ -41,43 +40,26 @@ def signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     return bits.mul_(2).sub_(1).to(like.device, torch.float32)
 
 
-@dataclass
 class ProbeRun:
     """One call of a captured graph. The caller's tensors get no gradients and are not written into.
 
     Attributes:
         flat: the graph.
-        stays_float32: as for :class:`SegmentRun`.
         segments: of the graph.
         parameters: the caller's, of which gradients are wanted, by target, with a number that tied ones share.
         gradients: of the loss by the parameters, by number, once :meth:`differentiate` has run.
         largest: the largest absolute value among all gradients, likewise.
     """
 
-    flat: FlatGraph
-    stays_float32: Callable[[fx.Node, Use], bool]
-    segments: tuple[Segment, ...]
-    parameters: Mapping[str, tuple[int, torch.Tensor]]
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    largest: float = 0.0
-    _shared: Mapping[fx.Node, AliasSet] = field(default_factory=dict[fx.Node, AliasSet])
-    _carried: set[fx.Node] = field(default_factory=set[fx.Node])
-    _outside: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
-    _before: list[dict[fx.Node, Any]] = field(default_factory=list[dict[fx.Node, Any]])
-    _returned: _Values | None = None
-    _held: tuple[int, SegmentRun] | None = None
-    _last: SegmentRun = field(init=False)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         flat: FlatGraph,
         call: Call,
         stays_float32: Callable[[fx.Node, Use], bool],
         segments: tuple[Segment, ...] | None = None,
         kept: float = 1.0,
         passed: float = 0.0,
-    ) -> ProbeRun:
+    ) -> None:
         """Run ``call``.
 
         Args:
@@ -90,18 +72,22 @@ class ProbeRun:
         """
         tensors = {name: value for name, value in flat.held.items() if isinstance(value, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
-        trained = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         numbers: dict[int, int] = {}
-        wanted = {
+        self.flat, self._stays_float32, self._shared = flat, stays_float32, alias_sets(flat.graph)
+        self.segments = segments or segments_of(flat.graph, self._shared, kept, passed)
+        self.parameters = {
             name: (numbers.setdefault(id(tensor), len(numbers)), tensor)
-            for name, tensor in trained.items()
-            if name not in written
+            for name, tensor in tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and name not in written
         }
-        shared = alias_sets(flat.graph)
-        segments = segments or segments_of(flat.graph, shared, kept, passed)
-        run = cls(flat, stays_float32, segments, wanted, _shared=shared)
-        roots = [n for n in flat.graph.nodes if n.op == "get_attr" and str(n.target) in wanted]
-        run._carried = set(reachable(roots, lambda node: node.users))
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.largest = 0.0
+        roots = [n for n in flat.graph.nodes if n.op == "get_attr" and str(n.target) in self.parameters]
+        self._carried = set(reachable(roots, lambda node: node.users))
+        self._outside: dict[fx.Node, Any] = {}
+        self._before: list[dict[fx.Node, Any]] = []
+        self._returned: _Values | None = None
+        self._held: tuple[int, SegmentRun] | None = None
         names = [node.name for node in flat.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(names, call.tensors, strict=True))
         given = {**{name: t.detach() for name, t in inputs.items()}, **apart(inputs, written)}
@@ -109,32 +95,23 @@ class ProbeRun:
         attributes = {**flat.held, **apart(tensors, written | buffers)}
         for node in flat.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                run._outside[node] = given[node.name] if node.op == "placeholder" else attributes[str(node.target)]
-        run._run()
-        return run
+                self._outside[node] = given[node.name] if node.op == "placeholder" else attributes[str(node.target)]
+        for i, segment in enumerate(self.segments):
+            written_here = [n for n in segment.reads if n in self._shared and not n.op.startswith("call_")]
+            read = {node: self._outside[node] for node in written_here} if len(self.segments) > 1 else {}
+            self._before.append(_copies(read))
+            self._drop()
+            self._last = self._started(i, self._outside)
+            for node in segment.gives:
+                made = self._last.values[node]
+                self._outside[node] = made.detach() if isinstance(made, torch.Tensor) else made
+            if i < len(self.segments) - 1:
+                self._held = (i, self._last)
 
     @property
     def output(self) -> Any:
         """The graph's output, flat."""
         return self._last.output
-
-    def _run(self) -> None:
-        for i, segment in enumerate(self.segments):
-            written = [node for node in segment.reads if node in self._shared and not node.op.startswith("call_")]
-            self._before.append(self._copies(written if len(self.segments) > 1 else []))
-            self._drop()
-            piece = self._started(i, self._outside)
-            for node in segment.gives:
-                self._outside[node] = _detached(piece.values[node])
-            if i < len(self.segments) - 1:
-                self._held = (i, piece)
-            else:
-                self._last = piece
-
-    def _copies(self, nodes: Iterable[fx.Node], of: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """Copies of what inputs and attributes hold, which share their storages likewise."""
-        nodes, values = list(nodes), self._outside if of is None else of
-        return dict(zip(nodes, copy.deepcopy([values[node] for node in nodes]), strict=True))
 
     def _drop(self) -> None:
         if self._held is not None:
@@ -142,7 +119,7 @@ class ProbeRun:
         self._held = None
 
     def _started(self, i: int, outside: Mapping[fx.Node, Any]) -> SegmentRun:
-        piece = SegmentRun(self.flat, self.stays_float32, self._shared)
+        piece = SegmentRun(self.flat, self._stays_float32, self._shared)
         # The same numbers each time. torch.manual_seed takes half a millisecond, for devices that are not there too.
         (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(i)
         piece.run(self.segments[i], outside, self.parameters)
@@ -154,8 +131,7 @@ class ProbeRun:
             return self._last
         if self._held is None or self._held[0] != i:
             self._drop()
-            before = self._before[i]
-            self._held = (i, self._started(i, {**self._outside, **self._copies(before, before)}))
+            self._held = (i, self._started(i, {**self._outside, **_copies(self._before[i])}))
         piece = self._held[1]
         if self._returned is not None and not piece.is_differentiated:
             given = {node: self._returned[node] for node in self.segments[i].gives if node in self._returned}
@@ -229,12 +205,13 @@ class ProbeRun:
         self._outside.clear()
 
 
+def _copies(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Copies of what inputs and attributes hold, which share their storages likewise."""
+    return dict(zip(values, copy.deepcopy(list(values.values())), strict=True))
+
+
 def _kept(derivative: torch.Tensor) -> torch.Tensor:
     return derivative.to(_BETWEEN) if derivative.dtype == torch.float32 else derivative
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _add_to(sums: dict[_Key, torch.Tensor], more: Mapping[_Key, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +45,7 @@ def product_differences(
     values: Callable[[fx.Node], Any],
     reads: Sequence[Read],
     gradient: torch.Tensor | None,
-    returned: Callable[[Read], bool],
+    returned: Container[tuple[fx.Node, int]],
 ) -> ProductDifferences | None:
     """Compute the products of ``node`` twice from the same exact operands: in float8, and exactly.
 
@@ -55,7 +55,8 @@ def product_differences(
         values: what a node gave, in float32.
         reads: its float32 reads, in order.
         gradient: of its value, in float32; None: only the output's product ran.
-        returned: whether a gradient is wanted by what is read there: no product is computed for a frozen weight.
+        returned: nodes and places of the reads from where a gradient comes back: no product is computed for a frozen
+            weight.
 
     Returns:
         None if the node has no float8 products, whatever a list says: by its op, form or sizes.
@@ -73,7 +74,8 @@ def product_differences(
     weight = weight.t() if operands.transposes else weight
     layouts = RECIPES[recipe].layouts
     wanted = {Product.INPUT_GRADIENT: of_input, Product.WEIGHT_GRADIENT: of_weight}
-    wanted = {p: read for p, read in wanted.items() if p in layouts and gradient is not None and returned(read)}
+    is_back = gradient is not None
+    wanted = {p: read for p, read in wanted.items() if p in layouts and is_back and (node, read.place) in returned}
     exact = _run(torch.ops.aten.linear.default, x, weight, gradient, wanted)
     products = [product.value for product in layouts]
     rest = (None, [], [], [], [], recipe, products, True)  # no bias, nothing quantised before; emulated

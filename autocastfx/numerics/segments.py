@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -35,32 +35,23 @@ def derivable() -> Generator[None]:
 
     Attention takes its formula, and recurrent layers no cuDNN.
     """
-    modes: Sequence[AbstractContextManager[Any]] = (
+    with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch._C._DisableAutocast(),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.cudnn.flags(enabled=False),
-    )
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+    ):
         yield
 
 
-def gradients_again(
-    roots: Sequence[torch.Tensor], by: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
-) -> Sequence[torch.Tensor | None]:
-    """Return the gradients of ``roots``, each weighed with its ``given``, by tensors. They can be differentiated.
-
-    Raises:
-        NotDifferentiableError: an op's gradient is computed in a way that cannot.
-    """
-    with derivable():
-        try:
-            return torch.autograd.grad(roots, by, cast("Any", given), create_graph=True, allow_unused=True)
-        except RuntimeError as error:  # of a custom op, as one that computes into out=
-            raise _not_differentiable(error) from error
+@contextmanager
+def _differentiating() -> Generator[None]:
+    """Raise what torch raises of an op without a derivative, or a custom op's that computes into out=, in its words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise NotDifferentiableError(next(iter(str(error).splitlines()), "")) from error
 
 
 def differentiated(
@@ -71,15 +62,8 @@ def differentiated(
     Raises:
         NotDifferentiableError: an op's derivative has none.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        try:
-            return torch.autograd.grad(roots, by, given, retain_graph=again, allow_unused=True)
-        except RuntimeError as error:  # "derivative for aten::... is not implemented"
-            raise _not_differentiable(error) from error
-
-
-def _not_differentiable(error: RuntimeError) -> NotDifferentiableError:
-    return NotDifferentiableError(next(iter(str(error).splitlines()), ""))
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), _differentiating():
+        return torch.autograd.grad(roots, by, given, retain_graph=again, allow_unused=True)
 
 
 _MORE = 1.1  # times the least memory, for fewer segments: each runs several times
@@ -325,26 +309,22 @@ class SegmentRun:
         with derivable():
             for node in segment.reads:
                 made = outside[node]
-                if node.op.startswith("call_"):
-                    self.values[node] = self._entered(node, made)
+                if node.op.startswith("call_"):  # in an earlier segment
+                    if isinstance(made, torch.Tensor) and _is_number(made):
+                        self.inputs[node] = made = made.detach().requires_grad_()
+                    self.values[node] = made
                     continue
                 if node.op == "get_attr" and str(node.target) in parameters:
                     number, parameter = parameters[str(node.target)]
                     made = self.parameters.setdefault(number, parameter.detach().requires_grad_())
                     self._lifted.add(node)
-                self.values[node] = self._known(node, made, node in self.shared)
+                self.values[node] = self._known(node, made)
             self._leaves += self.parameters.values()
             for node in segment.nodes:
                 if node.op == "output":
                     self.output = map_arg(node.args[0], self._tapped(node))
                 else:
-                    self.values[node] = self._known(node, self._computed(node), node in self.shared)
-
-    def _entered(self, node: fx.Node, made: Any) -> Any:
-        if not isinstance(made, torch.Tensor) or not _is_number(made):
-            return made
-        self.inputs[node] = made.detach().requires_grad_()
-        return self.inputs[node]
+                    self.values[node] = self._known(node, self._computed(node))
 
     def _computed(self, node: fx.Node) -> Any:
         if node in self.shared or any(use.node in self.shared for use in uses(node)):
@@ -387,12 +367,14 @@ class SegmentRun:
 
         return take
 
-    def _known(self, node: fx.Node, made: Any, is_shared: bool) -> Any:
+    def _known(self, node: fx.Node, made: Any) -> Any:
         """Tap what a node gave. A float32 value without gradients becomes a leaf, so that its rounding counts too."""
+        if node in self.shared:
+            return made
         leaves, spec = pytree.tree_flatten(made)
         number = -1
         for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32 or is_shared:
+            if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32:
                 continue
             number += 1
             if not leaf.requires_grad:
@@ -444,6 +426,9 @@ class SegmentRun:
             gradients: by values of the segment, of what later segments do with them.
             carried: the inputs that depend on parameters; no gradients go to others.
             loss: computed from the output, if its node is in the segment.
+
+        Raises:
+            NotDifferentiableError: an op's gradient is computed in a way that has no derivative.
         """
         self.is_differentiated = True
         roots: list[torch.Tensor] = [] if loss is None else [loss]
@@ -457,7 +442,8 @@ class SegmentRun:
         wanted = [*inputs.values(), *self.parameters.values()]
         if not roots or not wanted:
             return
-        derivatives = gradients_again(roots, wanted, given)
+        with derivable(), _differentiating():
+            derivatives = torch.autograd.grad(roots, wanted, cast("Any", given), create_graph=True, allow_unused=True)
         of_inputs, of_parameters = derivatives[: len(inputs)], derivatives[len(inputs) :]
         self.to_inputs = _known_of(inputs, of_inputs)
         self.to_parameters = _known_of(self.parameters, of_parameters)

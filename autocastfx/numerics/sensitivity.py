@@ -165,7 +165,7 @@ class Measuring:
             errors = errors_at(switches, self.amp_model, args, kwargs)
             flat = flatten(captured.graph, attributes.__getitem__)
             write_out_of_place(flat)
-            run = ProbeRun.of(flat, call, ports.stays_float32, kept=kept, passed=passed)
+            run = ProbeRun(flat, call, ports.stays_float32, kept=kept, passed=passed)
             may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
             seeds = self._seeds(paired=may_jump)
             effects = NodeEffects(
@@ -176,7 +176,9 @@ class Measuring:
                     measured = effects.of_output()
                 elif run.parameters:
                     output = pytree.tree_unflatten(run.output, captured.out_spec)
-                    measured = effects.of_gradient(self._loss(output, batch))
+                    with derivable():
+                        loss = loss_of(output, batch, self.loss_fn)
+                    measured = effects.of_gradient(loss)
                 else:
                     raise SensitivityError("no parameter requires a gradient: unfreeze those trained, or of='output'.")
             finally:
@@ -220,10 +222,6 @@ class Measuring:
         shared = shared_directions(self.probes)
         seeds = [i if i < shared else self.probes * (done + 1) + i for i in range(self.probes)]
         return [*seeds[:-1], seeds[-2]] if paired and self.probes >= _LEAST_FOR_JUMPS else seeds
-
-    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
-        with derivable():
-            return loss_of(output, batch, self.loss_fn)
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -259,7 +259,6 @@ def tune(
             f"there are {len(given)} batches, of which {held_out} are held out to judge on: give at least one of each."
         )
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    prices_of = _prices(rates)
     args, kwargs = arguments_of(given[0] if inputs is None else inputs(given[0]))
     check_fits(model, args, kwargs)
 
@@ -289,7 +288,7 @@ def tune(
         warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
-        search = PlanSearch(base, base._variant_for(args, kwargs), prices_of(sensitivity), low)
+        search = PlanSearch(base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low)
         moved, predicted = search.start.traffic.moved, search.start.error or 0.0
         started = Point("start", moved, predicted, judge(base, low))
         if share is not None:
@@ -362,6 +361,6 @@ def _check_products(low: torch.dtype, device: torch.device, op_list: OpList) -> 
         )
 
 
-def _prices(gpu: Gpu) -> Callable[[Sensitivity], Prices]:
+def _prices(sensitivity: Sensitivity, gpu: Gpu) -> Prices:
     per_flop = gpu.bandwidth / gpu.peak(tensor_cores=False) - gpu.bandwidth / gpu.peak(tensor_cores=True)
-    return lambda sensitivity: Prices(sensitivity, bytes_per_flop=per_flop)
+    return Prices(sensitivity, bytes_per_flop=per_flop)

@@ -26,11 +26,14 @@ from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.numerics.paired_run import floating
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.yaml_tree import nearest
+from autocastfx.report.text import Column, aligned
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
 
 # The rows of a watch, and its report as text.
+
+_TITLES = ("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,8 @@ def report(
     """
     lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
-    cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]
-    cells += [_cells(row) for row in ranked[:most]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells if rows else ():
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if shown := [_cells(row) for row in ranked[:most]]:
+        lines += aligned([Column(title) for title in _TITLES], shown)
     if len(ranked) > most:
         lines.append(f"{len(ranked) - most} more nodes")
     return "\n".join([*lines, *_of_skipped(skipped)])

@@ -108,7 +108,7 @@ def setup(build: Callable[[], nn.Module], divide: Divide) -> Setup:
         held = {**captured.attributes, **dict(model.named_parameters()), **dict(model.named_buffers())}
         flat = flatten(captured.graph, held.__getitem__)
         call = CallSignature.of(model.forward).bind((x,), {})
-        return Setup(model, x, ProbeRun.of(flat, call, stays, divide(flat.graph)))
+        return Setup(model, x, ProbeRun(flat, call, stays, divide(flat.graph)))
 
 
 @pytest.fixture(params=[whole, each], ids=["whole", "each"])
