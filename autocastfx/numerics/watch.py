@@ -20,6 +20,7 @@ from autocastfx.capture.leave_intact import random_numbers_kept, random_state, s
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, SkippedStepWarning
 from autocastfx.graph.alias import moves
+from autocastfx.graph.cell import aligned
 from autocastfx.graph.magnitude import DeviceCounts, ValueCounts, count_values, read_counts
 from autocastfx.graph.node import is_cast, is_member
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
@@ -92,9 +93,7 @@ def report(
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
     cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]
     cells += [_cells(row) for row in ranked[:most]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells if rows else ():
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines += aligned(cells) if rows else []
     if len(ranked) > most:
         lines.append(f"{len(ranked) - most} more nodes")
     return "\n".join([*lines, *_of_skipped(skipped)])

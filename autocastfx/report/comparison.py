@@ -13,7 +13,7 @@ import torch
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import ArgumentError, UnknownNameError
 from autocastfx.files import NON_FINITE_AS_TEXT, parsed_json, plain_data, typed_data
-from autocastfx.graph.cell import preformatted
+from autocastfx.graph.cell import aligned, preformatted
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
@@ -418,9 +418,7 @@ def _lines(
 ) -> Iterator[str]:
     rows = [(*titles, "dtype", "error", "overflow", "underflow", "zeros", "nan")]
     rows += [(*names, *_cells(deviation)) for names, deviation in deviations[:most]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)
     if len(deviations) > most:
         yield f"{len(deviations) - most} more {what}"
 

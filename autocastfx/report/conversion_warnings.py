@@ -132,7 +132,7 @@ def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
     nodes = [node for plan in plans for node in plan.nodes if node.float8 is not None]
     devices = {"", *(plan.device for plan in plans)}
     asked = any(rule.products != () and rule.device in devices for rule in op_list.float8)
-    if not asked or any(node.float8 and node.float8.products for node in nodes):
+    if not asked or any(node.products for node in nodes):
         return
     whys = Counter(str(one.why) for n in nodes if n.float8 is not None for one in n.float8.in_16_bits[:1])
     first = [f"{why} ({count})" for why, count in whys.most_common(_NAMED)]

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autocastfx.report.view import Row, error_cell
 
@@ -75,30 +76,19 @@ def _members(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
 
 
 def _runs(layers: Mapping[int, list[Row]]) -> Iterator[list[int]]:
-    run = list[int]()
-    for number in sorted(layers):
-        if run and number != run[-1] + 1:
-            yield run
-            run = []
-        run.append(number)
-    if run:
-        yield run
+    """Yield the numbers of layers that follow each other."""
+    for _, run in groupby(enumerate(sorted(layers)), key=lambda place: place[1] - place[0]):
+        yield [number for _, number in run]
 
 
 def _equal(
     module: str, run: Sequence[int], layers: Mapping[int, Sequence[Row]], words: _Words
 ) -> Iterator[EqualLayers]:
-    signatures = {number: words.of(f"{module}.{number}".removeprefix("."), layers[number]) for number in run}
-    start = 0
-    while start < len(run):
-        end = start + 1
-        while end < len(run) and signatures[run[end]] == signatures[run[start]]:
-            end += 1
-        others = run[start + 1 : end]
+    for _, equal in groupby(run, lambda number: words.of(f"{module}.{number}".removeprefix("."), layers[number])):
+        shown, *others = equal
         names = frozenset(row.name for number in others for row in layers[number])
         if len(names) >= _LEAST_SAVED:
-            yield EqualLayers(module, run[start], others[0], others[-1], names)
-        start = end
+            yield EqualLayers(module, shown, others[0], others[-1], names)
 
 
 class _Words:

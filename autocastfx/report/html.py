@@ -21,7 +21,7 @@ from torch import nn
 
 from autocastfx.errors import ArgumentError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.plan_diff import PlanDiff, diff
 from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
@@ -49,24 +49,14 @@ def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
     return difference
 
 
-def changes_of(difference: PlanDiff) -> dict[str, Any]:
-    """Return what differs in words, and the nodes that only the other plan has."""
-    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
-    return {"summary": difference.summary, **({"removed": removed} if removed else {})}
-
-
 def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
     """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
-    changed = {
-        pair.name: {**_said(pair.before), **({"moved": True} if pair.moved else {})} for pair in difference.changed
-    }
-    return {**changed, **{node.name: {"added": True} for node in difference.added}}
-
-
-def _said(node: PlannedNode) -> dict[str, Any]:
-    run, store = node.placement.run, node.placement.store
-    runs = str(run) if run is store else f"{run}, stored {store}"
-    return {"runs": runs, "because": str(node.placement.because), "decided": str(node.decision)}
+    changed: dict[str, dict[str, Any]] = {node.name: {"added": True} for node in difference.added}
+    for pair in difference.changed:
+        node, because = pair.before, str(pair.before.placement.because)
+        said = {"runs": str(node.placement), "because": because, "decided": str(node.decision), "moved": pair.moved}
+        changed[pair.name] = _present(said)
+    return changed
 
 
 # Facts about a converted model and its page, for the header of the page.
@@ -159,7 +149,9 @@ def page_data(
 
 
 def _add_changes(variant: dict[str, Any], difference: PlanDiff) -> None:
-    variant["changes"], changed = changes_of(difference), changed_nodes(difference)
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
+    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
+    changed = changed_nodes(difference)
     for node in variant["nodes"]:
         if node["name"] in changed:
             node["before"] = changed[node["name"]]
@@ -360,31 +352,9 @@ class _Homes:
 
 
 SCRIPTS = (
-    "viz-standalone.js",
-    *(
-        "words.js",
-        "repeats.js",
-        "model.js",
-        "heat.js",
-        "box.js",
-        "layout.js",
-        "drawing.js",
-        "viewport.js",
-        "minimap.js",
-    ),
-    *(
-        "picture.js",
-        "elements.js",
-        "panel.js",
-        "tables.js",
-        "tabs.js",
-        "search.js",
-        "head.js",
-        "marks.js",
-        "keyboard.js",
-        "address.js",
-        "page.js",
-    ),
+    *("viz-standalone.js", "words.js", "repeats.js", "model.js", "heat.js", "box.js", "layout.js", "drawing.js"),
+    *("viewport.js", "minimap.js", "picture.js", "elements.js", "panel.js", "tables.js", "tabs.js", "search.js"),
+    *("head.js", "marks.js", "keyboard.js", "address.js", "page.js"),
 )
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 

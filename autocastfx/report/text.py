@@ -106,17 +106,15 @@ def _line(
 
 def _fitting(natural: Sequence[int], columns: Sequence[Column], leasts: Sequence[int], room: int) -> list[int]:
     """Return widths whose sum is at most ``room``, where that can be: the largest are cut to one level."""
-    for kept in (leasts, [column.least for column in columns]):
-        for level in range(max(natural), _LEAST, -1):
-            cut = [max(least, int(level * c.weight)) for least, c in zip(kept, columns, strict=True)]
-            widths = list(map(min, natural, cut))
-            if sum(widths) <= room:
-                break
-        else:
-            continue
-        break
-    else:
-        return [min(width, column.least) for width, column in zip(natural, columns, strict=True)]
+    shortest = [column.least for column in columns]
+    cuts = (
+        [min(width, max(least, int(level * c.weight))) for width, least, c in zip(natural, kept, columns, strict=True)]
+        for kept in (leasts, shortest)
+        for level in range(max(natural), _LEAST, -1)
+    )
+    widths = next((cut for cut in cuts if sum(cut) <= room), None)
+    if widths is None:
+        return list(map(min, natural, shortest))
     for i, width in enumerate(natural):  # what the level leaves over goes to the first that are cut
         extra = min(width - widths[i], room - sum(widths))
         widths[i] += min(extra, 1)

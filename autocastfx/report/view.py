@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,11 +43,11 @@ from autocastfx.plan.plan import (
 )
 from autocastfx.plan.ranges import Key
 from autocastfx.plan.sensitivity import Effect, Sensitivity
-from autocastfx.report.lint.roofline import ProductFlops
+from autocastfx.report.lint.roofline import ProductFlops, bytes_of
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
-# Write the shapes of a graph's values, and count their bytes.
+# Write the shapes of a graph's values.
 
 Values = tuple[torch.Tensor, ...]
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
@@ -121,11 +120,6 @@ def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str 
             yield from captured_values(part.graph, attributes_of(part, part.graph), f"{prefix}{target}/")
 
 
-def bytes_of(values: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of all elements, for the sizes of the example inputs. A size that depends on data counts as 1."""
-    return sum(math.prod(example_size(size) for size in value.shape) * value.element_size() for value in values)
-
-
 def _sizes(values: Values) -> list[list[Any]]:
     return [[example_size(size) for size in value.shape] for value in values]
 
@@ -183,8 +177,7 @@ class PredictedError:
         """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
         is_low = node.placement.run is Precision.LOW
         if node.error is not None:
-            in_float8 = node.float8 is not None and node.float8.products != ()
-            what = "16 bits and float8" if in_float8 and node.float8 and node.float8.errors else "16 bits"
+            what = "16 bits and float8" if node.products and node.float8 and node.float8.errors else "16 bits"
             subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
             yield f"{subject} the {self.of} by {node.error:.1e}."
         effect = self.effects.get((node.name, node.op, node.module))
@@ -315,9 +308,7 @@ class Row:
         """The precision that an op runs in, in words, with that of its storage where it is another."""
         if self.planned is None:
             return ""
-        run, store = self.planned.placement.run, self.planned.placement.store
-        in_float8 = ", float8" if self.planned.float8 is not None and self.planned.float8.products else ""
-        return (str(run) if run is store else f"{run}, stored {store}") + in_float8
+        return str(self.planned.placement) + (", float8" if self.planned.products else "")
 
     @property
     def float8(self) -> str:
@@ -402,12 +393,11 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
         variant: the converted graph.
         words: a description of the variant.
     """
-    plan = variant.plan
     captured = variant.captured
     values = dict(captured_values(captured.graph, captured.attributes)) if captured is not None else {}
-    join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"], values)
-    rows = tuple(_with_removed(_with_low_reads(join.rows(owner, variant.graph, variant.code, ""), plan), plan))
-    return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
+    inputs = [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"]
+    joined = _Join(variant.plan, inputs, values).view(owner, variant.graph, variant.code, words)
+    return replace(joined, mode=variant.mode, call=str(variant.structure), sizes=str(variant.guard))
 
 
 def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
@@ -419,24 +409,25 @@ def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
         words: a description of it.
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
-    join = _Join(plan, inputs, {})
-    rows = tuple(_with_removed(_with_low_reads(join.rows(module, module.graph, module.code, ""), plan), plan))
-    return View(plan, words, rows, codes=join.codes)
+    return _Join(plan, inputs, {}).view(module, module.graph, module.code, words)
 
 
 class _Join:
     """Makes rows, and collects the code of each graph."""
 
     def __init__(self, plan: Plan, inputs: Sequence[torch.dtype | None], captured: Mapping[str, Values]) -> None:
-        self.low = plan.low
+        self.plan = plan
         self.nodes = {n.name: n for n in plan.nodes}
         self.casts = {c.name: c for c in plan.casts}
         self.copies = {c.name: c for c in plan.copies}
         self.inputs = iter(inputs)
         self.shapes = Shapes(plan, captured)
-        self.is_draft = plan.unverified  # its values are stand-ins of one element
         self.codes: dict[str, str] = {}
         self.flops = ProductFlops()
+
+    def view(self, owner: nn.Module, graph: fx.Graph, code: str, words: str) -> View:
+        rows = _with_low_reads(self.rows(owner, graph, code, ""), self.plan)
+        return View(self.plan, words, tuple(_with_removed(rows, self.plan)), codes=self.codes)
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = code
@@ -446,7 +437,7 @@ class _Join:
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
             if node.op == "placeholder":
                 dtype = None if prefix else next(self.inputs, None)
-                said = _name(dtype) if dtype is not None else ""
+                said = dtype_name(dtype) if dtype is not None else ""
                 row = Row(name, "input", dtype=said, depth=depth)
                 if (held := Held.of(node)) is not None:  # torch.compile passes in what the model holds
                     row = replace(row, kind=held.kind, op=held.path)
@@ -471,7 +462,7 @@ class _Join:
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 
     def _values(self, node: fx.Node) -> Values:
-        return () if self.is_draft else tensors(node)
+        return () if self.plan.unverified else tensors(node)  # a draft's are stand-ins of one element
 
     def _sized(self, row: Row, values: Values) -> Row:
         return replace(row, shape=self.shapes.of(row.name, values), bytes=bytes_of(values))
@@ -483,7 +474,7 @@ class _Join:
     def _row(self, node: fx.Node, name: str) -> Row:
         planned, cast, mark = self.nodes.get(name), self.casts.get(name), origin(node)
         if cast is not None:
-            change = f"{self.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
+            change = f"{self.plan.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
             return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
         if (copy := self.copies.get(name)) is not None:
             return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
@@ -491,7 +482,7 @@ class _Join:
         row = Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
         if row.kind != "op" or row.is_own_cast or not moves(node):
             return row
-        return replace(row, computes=True, flops=0 if self.is_draft else self.flops.of(node))
+        return replace(row, computes=True, flops=0 if self.plan.unverified else self.flops.of(node))
 
 
 def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:
@@ -535,8 +526,8 @@ def _attribute(value: object, target: str, prefix: str) -> tuple[str, str]:
     if not isinstance(value, torch.Tensor):
         return ("sub-graph" if isinstance(value, nn.Module) else "constant"), ""
     if isinstance(value, nn.Parameter):
-        return "parameter", _name(value.dtype)
-    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), _name(value.dtype)
+        return "parameter", dtype_name(value.dtype)
+    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), dtype_name(value.dtype)
 
 
 def _change(planned: PlannedNode | None) -> str:
@@ -550,7 +541,3 @@ def _counted(dtypes: str) -> str:
     """Shorten ``float32,float32,int64`` to ``float32 x 2,int64``."""
     runs = [(name, len(list(same))) for name, same in groupby(dtypes.split(","))]
     return ",".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return dtype_name(dtype)
