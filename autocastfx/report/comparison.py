@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import ArgumentError, UnknownNameError
+from autocastfx.errors import ArgumentError, UnknownNameError, listed
 from autocastfx.files import NON_FINITE_AS_TEXT, parsed_json, plain_data, typed_data
 from autocastfx.graph.cell import aligned, preformatted
 from autocastfx.plan.plan import Recomposed
@@ -340,15 +340,13 @@ class Comparison:
             return Beginning(says, first.name, is_failure=True)
         if not lost:
             return Beginning()
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        says = f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
+        says = f"Inf and NaN are in gradients of parameters alone: {listed(lost, 1)}; a smaller scale avoids them"
         return Beginning(says, is_failure=True)
 
     def _rest(self) -> str:
         whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
-        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed[:_MOST]]
-        more = f" and {len(self.recomposed) - _MOST} more" if len(self.recomposed) > _MOST else ""
-        recomposed = f"; recomposed: {', '.join(named)}{more}" if named else ""
+        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed]
+        recomposed = f"; recomposed: {listed(named, _MOST)}" if named else ""
         return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
 
     def __repr__(self) -> str:

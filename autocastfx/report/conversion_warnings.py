@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import StateWarning, UnmatchedRuleWarning
+from autocastfx.errors import StateWarning, UnmatchedRuleWarning, listed
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
@@ -78,8 +78,7 @@ def warn_of_other_parameters(model: nn.Module, stacklevel: int) -> None:
     if wide := [name for name, tensor in named if tensor.dtype == torch.float64]:
         what, mend = f"the parameters of this {type(model).__name__}", "Convert the model in float32: model.float()."
         if torch.float32 in dtypes or torch.float64 not in dtypes:
-            more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
-            what = f"{', '.join(wide[:_NAMED])}{more} in this {type(model).__name__}"
+            what = f"{listed(wide, _NAMED)} in this {type(model).__name__}"
             mend = "Make them float32 if that is exact enough."
         warnings.warn(
             f"{what} are float64, and only float32 values are converted: what they compute stays as it is. {mend}",

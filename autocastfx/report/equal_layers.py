@@ -65,10 +65,10 @@ def equal_layers(rows: Sequence[Row], casts: Mapping[str, str], table: Sequence[
 def _members(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
     """Return the rows in each layer by the path of what holds the layer, and by the layer's number."""
     members: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    modules = {row.name: row.planned.module for row in rows if row.planned is not None}
-    runners = {inner: modules.get(row.name, "") for row in rows for inner in row.runs}
+    runners = {inner: row.module for row in rows for inner in row.runs}
     for row in rows:
-        parts = modules.get(row.name, runners.get(row.name.rpartition("/")[0], "")).split(".")
+        module = row.module if row.planned is not None else runners.get(row.name.rpartition("/")[0], "")
+        parts = module.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
                 members[".".join(parts[:i])][int(part)].append(row)

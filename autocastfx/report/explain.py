@@ -12,7 +12,7 @@ from autocastfx.graph.cell import preformatted
 from autocastfx.plan.plan import PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.report.view import View, float8_clauses, saved_clauses
+from autocastfx.report.view import View, float8_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 
@@ -80,4 +80,4 @@ def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None, sho
         yield f"  error: {said}"
     if reason.change:
         yield f"  to change it: {reason.change}."
-    yield from (f"  for backward: {clause}." for clause in saved_clauses(node, shown.plan.saved))
+    yield from (f"  for backward: {one}." for one in shown.plan.saved if one.name == node.name)

@@ -310,19 +310,15 @@ class _Homes:
                 readers.setdefault(read, []).append(row)
         for row in rows:
             if row.planned is not None or row.kind in ("input", "output", "sub-graph"):
-                self._known[row.name] = home = self._planned(row)
+                self._known[row.name] = home = self._path(row.name.rpartition("/")[0], row.module)
                 for inner in row.runs:
-                    path = row.planned.module if row.planned is not None else ""
-                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), path)
+                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), row.module)
         for row in reversed(rows):  # from readers back to what they read
             if row.name not in self._known:
                 self._known[row.name] = self._beside(row, readers.get(row.name, ()))
 
     def of(self, row: Row) -> int:
         return self._known[row.name]
-
-    def _planned(self, row: Row) -> int:
-        return self._path(row.name.rpartition("/")[0], row.planned.module if row.planned is not None else "")
 
     def _path(self, graph: str, module: str) -> int:
         number, runner = self._around.get(graph, (0, ""))

@@ -7,9 +7,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from autocastfx.errors import ArgumentError
+from autocastfx.errors import ArgumentError, listed
+from autocastfx.graph.node import path_and_around
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.float8 import Product
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
@@ -233,8 +233,7 @@ def _value(cast: Row, reader: Row, known: dict[str, Row]) -> str:
     value = cast.cast.value if cast.cast is not None else cast.copy.parameter if cast.copy is not None else ""
     row = known.get(value)
     path = row.op if row is not None and row.kind in _HELD else value.rpartition("/")[2]
-    module = f"{reader.planned.module}." if reader.planned is not None else ""
-    return path.removeprefix(module) if module != "." else path
+    return path.removeprefix(f"{reader.module}.") if reader.module else path
 
 
 def _read(read: Row, reader: Row, known: dict[str, Row]) -> str:
@@ -271,7 +270,7 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
         first = casts[row.name].first if row.name in casts else 0
         counts = Counter({"nodes": 1, str(row.precision): 1} if row.kind == "op" else {}) + Counter({"casts": first})
         if counts:
-            module = (row.planned.module if row.planned is not None else "") or "(root)"
+            module = row.module or "(root)"
             by_op.setdefault(row.op or row.kind, Counter()).update(counts)
             by_module.setdefault(module, Counter()).update(counts)
             nodes.setdefault(module, []).extend([row.planned] if row.planned is not None else [])
@@ -341,7 +340,7 @@ def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> No
             hint = nearest(only, {*words, *ops})
             raise ArgumentError(f"only is {', '.join(words)} or an op of the model, not {only!r}{hint}")
     if module is not None:
-        paths = {path for row in planned for path in _around(row)}
+        paths = {path for row in planned for path in path_and_around(row.module)}
         try:
             module_pattern(module)
         except ValueError as error:
@@ -365,7 +364,7 @@ def selected(rows: Sequence[Row], only: str | None = None, module: str | None = 
     return tuple(
         row
         for row in rows
-        if (rule is None or (row.planned is not None and any(map(rule.covers, _around(row)))))
+        if (rule is None or (row.planned is not None and any(map(rule.covers, path_and_around(row.module)))))
         and (not casts.isdisjoint(row.reads) if only == _CASTS else only in (None, *_words(row)))
     )
 
@@ -376,13 +375,6 @@ def _words(row: Row) -> Iterator[str]:
         yield str(row.precision)
         if row.precision is not Precision.CAPTURED:  # where nothing is at stake, nothing was decided
             yield str(row.planned.decision.category)
-
-
-def _around(row: Row) -> Iterator[str]:
-    """The path of the root, of the modules around a node, and of its own."""
-    yield ""
-    if row.planned is not None and row.planned.module:
-        yield from accumulate(row.planned.module.split("."), "{}.{}".format)
 
 
 # Options of the text format of ``dump``.
@@ -601,17 +593,17 @@ def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[s
     if row.planned is None:
         return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
     error = error_cell(row.planned.error)
-    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
+    return name, row.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
 
 
 def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     name = _name(row)
     if row.cast is not None:
         saturates = ", saturating" if row.cast.saturates else ""
-        words = f"of {row.cast.value} for {_listed(row.cast.readers)}{saturates}"
+        words = f"of {row.cast.value} for {listed(row.cast.readers, _MOST_READERS) or 'nothing'}{saturates}"
         return name, "cast", "", row.dtype, _shape(row), words
     if row.copy is not None:
-        words = f"of {row.copy.parameter} for {_listed(row.copy.readers)}"
+        words = f"of {row.copy.parameter} for {listed(row.copy.readers, _MOST_READERS) or 'nothing'}"
         return name, "working copy", "", row.dtype, _shape(row), words
     if row.mark is not None:
         return name, row.op, "", row.dtype, _shape(row), _of_mark(row)
@@ -621,7 +613,7 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
         return name, row.kind, row.op, row.dtype, _shape(row), "", "", ""
     if row.planned is None:
         return name, row.op, "", "", _shape(row), "", "", "not in the plan"
-    place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
+    place = (row.module or "(root)", row.dtype, _shape(row), row.precisions)
     why = _why(row, notes) + (f"; {reads_low(row)}" if row.low_reads else "")
     return name, row.op, *place, error_cell(row.planned.error), why
 
@@ -649,11 +641,6 @@ def _why(row: Row, notes: _Notes) -> str:
     words = " ".join([category, *(f"[{number}]" for number in numbers)])
     says_more = cause.why not in (Why.FEWEST_BYTES, Why.AS_CAPTURED) and cause.why.value != category
     return f"{words}: {cause}" if says_more else words
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_READERS
-    return ", ".join(names[:_MOST_READERS]) + (f" and {rest} more" if rest > 0 else "") or "nothing"
 
 
 class _Notes:

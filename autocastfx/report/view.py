@@ -38,7 +38,6 @@ from autocastfx.plan.plan import (
     PlannedCopy,
     PlannedNode,
     PlannedQuantized,
-    PlannedSaved,
     Precision,
 )
 from autocastfx.plan.ranges import Key
@@ -204,11 +203,6 @@ def float8_clauses(node: PlannedNode, quantized: Iterable[PlannedQuantized]) -> 
         yield f"reads {one.name}: {one.value} by {one.layout}{does}"
 
 
-def saved_clauses(node: PlannedNode, saved: Iterable[PlannedSaved]) -> Iterator[str]:
-    """Yield how what a node gives is kept for backward, if a list has rules on it."""
-    yield from (str(one) for one in saved if one.name == node.name)
-
-
 # Find the source line that made a node in the stack trace that capture recorded.
 
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
@@ -297,6 +291,11 @@ class Row:
     low_reads: tuple[str, ...] = ()
     computes: bool = False
     flops: int = 0
+
+    @property
+    def module(self) -> str:
+        """The path of the module of a planned node; empty for the root, and for every other row."""
+        return self.planned.module if self.planned is not None else ""
 
     @property
     def precision(self) -> Precision:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError
+from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError, listed
 from autocastfx.graph.cell import aligned
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
@@ -164,9 +164,9 @@ class Lint:
             padded = (
                 f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
             )
-            yield f"float8 takes multiples of {MULTIPLE}; pad {_listed(list(padded))}"
+            yield f"float8 takes multiples of {MULTIPLE}; pad {listed(list(padded), _MOST)}"
         if self.float32_products:
-            yield f"products that stay in float32, without tensor cores: {_listed(self.float32_products)}"
+            yield f"products that stay in float32, without tensor cores: {listed(self.float32_products, _MOST)}"
 
     def _odd_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield a row per odd size, weights first, then by share of the time; equal sizes share a row."""
@@ -205,7 +205,7 @@ class Lint:
             yield f"{len(ranked) - _MOST} more ops and casts: {_time(rest)}"
         yield _UNSEEN
         if self.uncounted:
-            yield f"FLOP not known of: {_listed(self.uncounted)}"
+            yield f"FLOP not known of: {listed(self.uncounted, _MOST)}"
 
 
 def _of_sizes(odds: Sequence[OddSize]) -> tuple[str, ...]:
@@ -238,10 +238,6 @@ def _of_total(what: str, times: Total) -> tuple[str, ...]:
 def _time(seconds: float) -> str:
     unit, size = next(((u, s) for u, s in reversed(_UNITS) if seconds >= s), _UNITS[0])
     return f"{seconds / size:.3g} {unit}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
