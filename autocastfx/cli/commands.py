@@ -341,10 +341,7 @@ def diff(options: Namespace) -> int:
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
     difference = diff_plans(before, after)
-    if options.json:
-        print_json(_of_diff(difference))
-    else:
-        print(difference)
+    _give(options, _of_diff(difference), str(difference))
     return int(bool(difference))
 
 
@@ -363,9 +360,7 @@ def convert_model(options: Namespace) -> int:
 def doctor(options: Namespace) -> int:
     """Run ``doctor``."""
     diagnosis = examine()
-    if options.json:
-        return print_json(diagnosis)
-    print(diagnosis)
+    _give(options, diagnosis, str(diagnosis))
     return 0
 
 
@@ -406,10 +401,8 @@ def check_list(options: Namespace) -> int:
     dtype = chosen_dtype(options.dtype, place)
     op_list = load_op_list(options.list, default=dtype_name(dtype))
     uses = rule_uses(op_list, model, *load_inputs(options.inputs, place), dtype)
-    if options.json:
-        print_json(list(uses))
-    else:
-        print("\n".join(map(str, uses)) or f"{' '.join(options.list)}: no rules but those that come with this package")
+    none = f"{' '.join(options.list)}: no rules but those that come with this package"
+    _give(options, uses, "\n".join(map(str, uses)) or none)
     return int(any(use.unmatched for use in uses))
 
 
@@ -423,10 +416,7 @@ def diff_lists(options: Namespace) -> int:
     """Run ``lists diff BEFORE AFTER``. Returns 1 if the lists differ."""
     before, after = (load_op_list(name, default=options.dtype or _LISTED) for name in (options.before, options.after))
     changes = before.diff(after)
-    if options.json:
-        print_json(list(changes))
-    else:
-        print("\n".join(map(str, changes)) or "both say the same")
+    _give(options, changes, "\n".join(map(str, changes)) or "both say the same")
     return int(bool(changes))
 
 
@@ -448,6 +438,14 @@ def _of_rule(rule: Any) -> dict[str, Any]:
     wanted = str(rule.category) if isinstance(rule, Rule) else rule.wanted
     source = str(rule.source) if rule.source else ""
     return {"subject": rule.subject, "category": wanted, "reason": rule.reason, "source": source}
+
+
+def _give(options: Namespace, data: Any, text: str) -> None:
+    """Print ``data`` if ``--json`` asks for it, else ``text``."""
+    if options.json:
+        print_json(data)
+    else:
+        print(text)
 
 
 def print_json(value: Any) -> int:

@@ -17,7 +17,7 @@ from autocastfx.cli import commands, numerics
 from autocastfx.cli.commands import add_run_to
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.model import add_conversion_options, converted
-from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, group, suggesting_parser, with_examples
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import (
     AutocastFXError,
@@ -44,19 +44,6 @@ def complete(parser: argparse.ArgumentParser) -> None:
     except ImportError:
         return
     argcomplete.autocomplete(parser)
-
-
-# The command ``autocastfx lint``: its arguments, and its run to an exit code.
-
-
-def add_lint_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser]) -> None:
-    """Add the command with ``add``, the subcommands' ``add_parser``."""
-    parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
-    names = ", ".join(gpu.name for gpu in gpus())
-    group(parser, MODEL).add_argument(
-        "--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here"
-    )
-    parser.set_defaults(run=_run_lint)
 
 
 def _run_lint(options: argparse.Namespace) -> int:
@@ -188,7 +175,7 @@ def _warnings_in_one_line() -> Generator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = suggesting_parser(
+    parser = SuggestingParser(
         prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
     )
     parser.add_argument("--version", action="version", version=f"autocastfx {version('autocastfx')}")
@@ -270,7 +257,12 @@ def _parser() -> argparse.ArgumentParser:
     add_conversion_options(convert)
     convert.set_defaults(run=commands.convert_model)
 
-    add_lint_to(add, with_data)
+    lint_it = add("lint", parents=with_data, help="sizes that tensor cores would pad, and where time would go on a GPU")
+    names = ", ".join(gpu.name for gpu in gpus())
+    group(lint_it, MODEL).add_argument(
+        "--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here"
+    )
+    lint_it.set_defaults(run=_run_lint)
     add_run_to(add, common)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)

@@ -22,6 +22,7 @@ from autocastfx.cli.parser import CONVERSION, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError, listed
+from autocastfx.graph.node import path_and_around
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
@@ -295,7 +296,8 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
             "comes from, add --trust; else name package.module:factory, with --weights FILE, which runs nothing."
         )
     try:
-        made: Any = torch.load(path, map_location=_place(), weights_only=False)
+        place = None if torch.cuda.is_available() else "cpu"  # as saved, where it can be
+        made: Any = torch.load(path, map_location=place, weights_only=False)
     except Exception as error:  # whatever the file's own code raises
         raise CaptureError(
             f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
@@ -357,7 +359,8 @@ def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.
         if name in weights and weights[name].shape != tensor.shape
     ]
     hint = nearest(unknown[0], missing) if unknown else ""
-    prefix = next((p for p in _prefixes(unknown) if all(n.removeprefix(p) in wanted for n in unknown)), "")
+    prefixes = [f"{path}." for path in path_and_around(next(iter(unknown), "").rpartition(".")[0]) if path]
+    prefix = next((p for p in prefixes if all(n.removeprefix(p) in wanted for n in unknown)), "")
     hint = f" (all begin with {prefix!r}: save the state_dict of the model inside)" if prefix else hint
     problems = [
         f"it lacks {listed(missing, _MOST)}" if missing else "",
@@ -368,22 +371,11 @@ def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.
         raise ModelSpecError(f"the weights {path} do not fit {spec}: {'; '.join(p for p in problems if p)}.")
 
 
-def _prefixes(names: Iterable[str]) -> list[str]:
-    """Return the prefixes of the first name, up to each of its dots."""
-    parts = next(iter(names), "").split(".")[:-1]
-    return [".".join(parts[:n]) + "." for n in range(1, len(parts) + 1)]
-
-
 def _check_is_file(path: Path, what: str) -> None:
     if path.is_dir():
         raise ModelSpecError(f"cannot read the {what} {path}: it is a folder.")
     if not path.is_file():
         raise ModelSpecError(f"cannot read the {what} {path}: no such file.")
-
-
-def _place() -> str | None:
-    """Return the ``map_location`` for a whole model: the CPU if there is no GPU, else as saved."""
-    return None if torch.cuda.is_available() else "cpu"
 
 
 def _first_line(error: Exception) -> str:

@@ -316,14 +316,10 @@ class Comparison:
             says = f"Inf and NaN begin at {_place(source)}" + (f"; before it, {behind.node} {behind}" if behind else "")
             return Beginning(says, source.name, is_failure=True, fix=behind.fix if behind else "")
         if source is not None and source.added:
-            cancellation = self._cancellation_behind(source)
-            if cancellation is not None:
-                node = self[cancellation.node]
-                errors = f"{node.error:.2e}, {node.inherited:.2e} in what it reads"
-                says = f"the error begins at {_place(node)}: {errors}; {cancellation}"
-                return Beginning(says, node.name, fix=cancellation.fix)
-            inherited = f"{source.error:.2e}, {source.inherited:.2e} in what it reads"
-            return Beginning(f"the error begins at {_place(source)}: {inherited}", source.name)
+            behind = self._cancellation_behind(source)
+            node = self[behind.node] if behind is not None else source
+            says = f"the error begins at {_place(node)}: {node.error:.2e}, {node.inherited:.2e} in what it reads"
+            return Beginning(f"{says}; {behind}" if behind else says, node.name, fix=behind.fix if behind else "")
         return Beginning()
 
     def _cancellation_behind(self, source: ComparedNode) -> Cancellation | None:

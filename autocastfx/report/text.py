@@ -46,11 +46,11 @@ class Column:
     least: int = _LEAST
     is_path: bool = False
 
-    def shortened(self, text: str, room: int, *, from_end: bool = False) -> str:
+    def shortened(self, text: str, room: int) -> str:
         """Return a cell's text, or as much of it as there is room for."""
         if self.is_path and len(text) > room:
             return _shorter_path(text, room)
-        return shortened(text, room, from_end=from_end or self.from_end)
+        return shortened(text, room, from_end=self.from_end)
 
     def needs(self, cells: Sequence[str]) -> int:
         """Return the least width of a column that has these cells."""

@@ -425,7 +425,7 @@ class _Join:
         self.flops = ProductFlops()
 
     def view(self, owner: nn.Module, graph: fx.Graph, code: str, words: str) -> View:
-        rows = _with_low_reads(self.rows(owner, graph, code, ""), self.plan)
+        rows = tuple(_with_low_reads(self.rows(owner, graph, code, ""), self.plan.low))
         return View(self.plan, words, tuple(_with_removed(rows, self.plan)), codes=self.codes)
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
@@ -484,16 +484,13 @@ class _Join:
         return replace(row, computes=True, flops=0 if self.plan.unverified else self.flops.of(node))
 
 
-def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:
-    marked: list[Row] = []
+def _with_low_reads(rows: Iterable[Row], low: str) -> Iterator[Row]:
     dtypes: dict[str, str] = {}
     for row in rows:
         dtypes[row.name] = row.dtype.rpartition(" → ")[2]
-        low: tuple[str, ...] = ()
         if row.precision is Precision.FLOAT32 and row.planned is not None and row.planned.placement.as_stored:
-            low = tuple(name for name in row.reads if dtypes.get(name) == plan.low)
-        marked.append(replace(row, low_reads=low))
-    return marked
+            row = replace(row, low_reads=tuple(name for name in row.reads if dtypes.get(name) == low))
+        yield row
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:

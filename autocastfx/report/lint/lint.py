@@ -267,7 +267,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
     plan, graph = amp_model.plan, amp_model.graph
     _check(plan, rates)
-    captured = next(variant for variant in amp_model._shown if variant.graph is graph).captured
+    captured = amp_model._active.captured
     if captured is None:
         raise UnsupportedError(
             'lint compares with the float32 graph, which an unpickled model and weights="low" do not keep: convert the '
