@@ -14,6 +14,20 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def shortened(text: str, room: int, *, from_end: bool = False) -> str:
+    """Return ``text``, or as much of it as there is ``room`` for, with an ellipsis for what is left out.
+
+    Args:
+        text: one line.
+        room: the most characters, at least 1.
+        from_end: leave out the end, not the middle.
+    """
+    if len(text) <= room:
+        return text
+    tail = 0 if from_end else (room - 1) // 2
+    return f"{text[: room - 1 - tail]}…{text[len(text) - tail :]}"
+
+
 def preformatted(text: str) -> str:
     """Return text whose lines and columns stay as they are."""
     return f"<pre>{escape(text)}</pre>"

@@ -189,7 +189,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
-        "whys": whys.table,
+        "whys": list(whys.numbers),
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
@@ -201,19 +201,14 @@ class _Whys:
     """The reasons of ops in words, each once: nodes refer to them by number, from 1."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.table: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self._known = {row.name: row.planned for row in rows if row.planned is not None}
 
     def of(self, row: Row) -> int | None:
         """Return the number of a row's reason; None if no precision is at stake."""
         if row.planned is None or row.precision is Precision.CAPTURED:
             return None
-        said = brief_reason(row.planned, self._known)
-        if said not in self._numbers:
-            self.table.append(said)
-            self._numbers[said] = len(self.table)
-        return self._numbers[said]
+        return self.numbers.setdefault(brief_reason(row.planned, self._known), len(self.numbers) + 1)
 
 
 def _beginning(comparison: Comparison) -> dict[str, Any]:
@@ -379,8 +374,9 @@ def render_html(
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison, facts, against)
+    name = facts.name if facts is not None and facts.name else "autocastfx"
     parts = {
-        "title": html.escape(f"{_name(facts)}: {views[data['shown']].variant}"),
+        "title": html.escape(f"{name}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
         "style": style,
         "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # "--" would end a comment
@@ -388,10 +384,6 @@ def render_html(
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     return _PLACE.sub(lambda place: parts[place[1]], asset("page.html"))
-
-
-def _name(facts: ModelFacts | None) -> str:
-    return facts.name if facts is not None and facts.name else "autocastfx"
 
 
 def asset(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autocastfx.errors import ArgumentError, listed
+from autocastfx.graph.cell import shortened
 from autocastfx.graph.node import path_and_around
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.float8 import Product
@@ -150,20 +151,6 @@ def _elided(parts: Sequence[str], kept: Sequence[bool]) -> str:
     return ".".join(one for i, one in enumerate(shown) if one != "…" or i == 0 or shown[i - 1] != "…")
 
 
-def shortened(text: str, room: int, *, from_end: bool = False) -> str:
-    """Return ``text``, or as much of it as there is ``room`` for, with an ellipsis for what is left out.
-
-    Args:
-        text: one line.
-        room: the most characters, at least 1.
-        from_end: leave out the end, not the middle.
-    """
-    if len(text) <= room:
-        return text
-    tail = 0 if from_end else (room - 1) // 2
-    return f"{text[: room - 1 - tail]}…{text[len(text) - tail :]}"
-
-
 def wrapped(text: str, width: int | None, indent: str) -> list[str]:
     """Return lines of prose of at most ``width`` characters, but for longer words; those after the first indented."""
     if width is None:
@@ -276,23 +263,17 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
             nodes.setdefault(module, []).extend([row.planned] if row.planned is not None else [])
     shown = [str(p) for p in Precision if any(counts[str(p)] for counts in by_op.values())]
     titles = ["nodes", *shown, "casts"]
-    ops = [(op, _numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
+    ops = [(op, *_numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
     modules = [
-        (path, (f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths)))
+        (path, f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths))
         for path, paths, numbers in _alike(by_module, titles)
     ]
-    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
-    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for _, cells in modules) else []
+    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, *_ in modules) else []
+    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for cells in modules) else []
     return [
-        _table("op", titles, ops, width),
-        [*_table("module", ["modules", *titles, "error"], modules, width), *legend],
+        aligned(list(map(Column, ("op", *titles))), ops, width),
+        [*aligned(list(map(Column, ("module", "modules", *titles, "error"))), modules, width), *legend],
     ]
-
-
-def _table(
-    first: str, titles: Sequence[str], lines: Iterable[tuple[str, tuple[str, ...]]], width: int | None
-) -> list[str]:
-    return aligned([Column(first), *map(Column, titles)], [(name, *numbers) for name, numbers in lines], width)
 
 
 def _numbers(counts: Counter[str], titles: Sequence[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import Source
 from autocastfx.graph.alias import moves
+from autocastfx.graph.cell import shortened
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
     Held,
@@ -136,7 +137,8 @@ def attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
     if node.op != "call_function":
         return ()
     return tuple(
-        (f"argument {name}" if name.isdecimal() else name, _cut(_text(setting))) for name, setting in settings(node)
+        (f"argument {name}" if name.isdecimal() else name, shortened(_text(setting), _LONGEST_TEXT, from_end=True))
+        for name, setting in settings(node)
     )
 
 
@@ -146,10 +148,6 @@ def _text(setting: Any) -> str:
     if isinstance(setting, torch.dtype):
         return dtype_name(setting)
     return setting.name if isinstance(setting, fx.Node) else repr(setting)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
 
 # Say what a measured sensitivity predicts for a node of a plan, and for the plan.
