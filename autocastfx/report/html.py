@@ -343,9 +343,27 @@ class _Homes:
 
 
 SCRIPTS = (
-    *("viz-standalone.js", "words.js", "repeats.js", "model.js", "heat.js", "box.js", "layout.js", "drawing.js"),
-    *("viewport.js", "minimap.js", "picture.js", "elements.js", "panel.js", "tables.js", "tabs.js", "search.js"),
-    *("head.js", "marks.js", "keyboard.js", "address.js", "page.js"),
+    "viz-standalone.js",
+    "words.js",
+    "repeats.js",
+    "model.js",
+    "heat.js",
+    "box.js",
+    "layout.js",
+    "drawing.js",
+    "viewport.js",
+    "minimap.js",
+    "picture.js",
+    "elements.js",
+    "panel.js",
+    "tables.js",
+    "tabs.js",
+    "search.js",
+    "head.js",
+    "marks.js",
+    "keyboard.js",
+    "address.js",
+    "page.js",
 )
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
