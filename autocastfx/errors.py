@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PureWindowsPath
 
@@ -47,6 +48,12 @@ def shown(value: object) -> str:
     """Return ``repr(value)``; for an integer of more than 256 bits, only its length."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return f"int of {bits} bits" if bits > _LONG else repr(value)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, order=True)

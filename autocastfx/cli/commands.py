@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,8 +26,9 @@ from autocastfx.capture.call import conversion_is_off, device_of
 from autocastfx.cli.model import converted, given_model, given_options, load_inputs
 from autocastfx.conversion import convert
 from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
-from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWarning
+from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWarning, listed
 from autocastfx.files import check_writable, plain_data, read_whole, replacing, write_whole
+from autocastfx.graph.node import path_and_around
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, PlannedNode, select
@@ -45,25 +46,18 @@ from autocastfx.report.text import LEAST_WIDTH, TextOptions
 # The width and the colours of what a command prints.
 
 
-class Output(TypedDict):
-    """Arguments of ``TextOptions`` that belong to where the text goes."""
-
-    width: int | None
-    colour: bool
-
-
-def for_output(width: int | None, stream: TextIO) -> Output:
-    """Return the width and whether to colour.
+def for_output(width: int | None) -> tuple[int | None, bool]:
+    """Return the width of what is printed, and whether to colour it.
 
     Args:
         width: that was asked for; 0 for no limit, None for the terminal's. Where there is none nothing is shortened.
-        stream: where the text goes. Colours are for terminals alone, not for those with ``TERM=dumb`` or ``NO_COLOR``.
+            Colours are for terminals alone, not for those with ``TERM=dumb`` or ``NO_COLOR``.
     """
-    is_terminal = stream.isatty()
+    is_terminal = sys.stdout.isatty()
     if width is None:
         width = max(shutil.get_terminal_size().columns, LEAST_WIDTH) if is_terminal else None
     colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return {"width": width or None, "colour": colour}
+    return width or None, colour
 
 
 # Check the rules of an op list against a model: list the nodes that each decides, and rules that match none.
@@ -92,8 +86,8 @@ class RuleUse:
     def __str__(self) -> str:
         if self.unmatched:
             return self.unmatched
-        names = ", ".join(self.nodes[:_MOST]) + (f" and {len(self.nodes) - _MOST} more" if self.nodes[_MOST:] else "")
-        what = f"decides {len(self.nodes)}: {names}" if self.nodes else "matches only nodes that something else decides"
+        decides = f"decides {len(self.nodes)}: {listed(self.nodes, _MOST)}"
+        what = decides if self.nodes else "matches only nodes that something else decides"
         return f"{self.source}: {self.subject} ({self.category}) {what}"
 
 
@@ -122,9 +116,7 @@ def _decides(rule: Rule | ModuleRule | Float8Rule, node: PlannedNode) -> bool:
     """True if a node has its category by this rule, or of a rule for float8, products or none."""
     if not isinstance(rule, Float8Rule):
         return node.decision.source == rule.source
-    names = node.module.split(".") if node.module else []
-    paths = ("", *(".".join(names[:count]) for count in range(1, len(names) + 1)))
-    return node.float8 is not None and rule.covers({node.op}, paths, rule.device)
+    return node.float8 is not None and rule.covers({node.op}, tuple(path_and_around(node.module)), rule.device)
 
 
 def _use(rule: Rule | ModuleRule | Float8Rule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
@@ -312,7 +304,8 @@ def dump(options: Namespace) -> int:
                 amp_model, options.output, options.format, width=options.width or None, against=against, **chosen
             )
         else:
-            text = dump_text(amp_model, TextOptions(**for_output(options.width, sys.stdout), **chosen))
+            width, colour = for_output(options.width)
+            text = dump_text(amp_model, TextOptions(width=width, colour=colour, **chosen))
     except ValueError as error:
         raise ModelSpecError(f"{error}.") from error
     if options.output is None:
@@ -347,10 +340,7 @@ def diff(options: Namespace) -> int:
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
     difference = diff_plans(before, after)
-    if options.json:
-        print_json(_of_diff(difference))
-    else:
-        print(difference)
+    _give(options, _of_diff(difference), str(difference))
     return int(bool(difference))
 
 
@@ -369,9 +359,7 @@ def convert_model(options: Namespace) -> int:
 def doctor(options: Namespace) -> int:
     """Run ``doctor``."""
     diagnosis = examine()
-    if options.json:
-        return print_json(diagnosis)
-    print(diagnosis)
+    _give(options, diagnosis, str(diagnosis))
     return 0
 
 
@@ -412,10 +400,8 @@ def check_list(options: Namespace) -> int:
     dtype = chosen_dtype(options.dtype, place)
     op_list = load_op_list(options.list, default=dtype_name(dtype))
     uses = rule_uses(op_list, model, *load_inputs(options.inputs, place), dtype)
-    if options.json:
-        print_json(list(uses))
-    else:
-        print("\n".join(map(str, uses)) or f"{' '.join(options.list)}: no rules but those that come with this package")
+    none = f"{' '.join(options.list)}: no rules but those that come with this package"
+    _give(options, uses, "\n".join(map(str, uses)) or none)
     return int(any(use.unmatched for use in uses))
 
 
@@ -429,10 +415,7 @@ def diff_lists(options: Namespace) -> int:
     """Run ``lists diff BEFORE AFTER``. Returns 1 if the lists differ."""
     before, after = (load_op_list(name, default=options.dtype or _LISTED) for name in (options.before, options.after))
     changes = before.diff(after)
-    if options.json:
-        print_json(list(changes))
-    else:
-        print("\n".join(map(str, changes)) or "both say the same")
+    _give(options, changes, "\n".join(map(str, changes)) or "both say the same")
     return int(bool(changes))
 
 
@@ -453,6 +436,14 @@ def _of_diff(difference: PlanDiff) -> dict[str, Any]:
 def _of_rule(rule: Any) -> dict[str, Any]:
     source = str(rule.source) if rule.source else ""
     return {"subject": rule.subject, "category": rule.wanted, "reason": rule.reason, "source": source}
+
+
+def _give(options: Namespace, data: Any, text: str) -> None:
+    """Print ``data`` if ``--json`` asks for it, else ``text``."""
+    if options.json:
+        print_json(data)
+    else:
+        print(text)
 
 
 def print_json(value: Any) -> int:

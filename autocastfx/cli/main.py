@@ -17,7 +17,7 @@ from autocastfx.cli import commands, numerics
 from autocastfx.cli.commands import add_run_to
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.model import add_conversion_options, converted
-from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, group, suggesting_parser, with_examples
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import (
     AutocastFXError,
@@ -44,22 +44,6 @@ def complete(parser: argparse.ArgumentParser) -> None:
     except ImportError:
         return
     argcomplete.autocomplete(parser)
-
-
-# The command ``autocastfx lint``: its arguments, and its run to an exit code.
-
-
-def add_lint_to(
-    add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str
-) -> None:
-    """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
-    parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
-    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
-    names = ", ".join(gpu.name for gpu in gpus())
-    group(parser, MODEL).add_argument(
-        "--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here"
-    )
-    parser.set_defaults(run=_run_lint)
 
 
 def _run_lint(options: argparse.Namespace) -> int:
@@ -191,7 +175,7 @@ def _warnings_in_one_line() -> Generator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = suggesting_parser(
+    parser = SuggestingParser(
         prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
     )
     parser.add_argument("--version", action="version", version=f"autocastfx {version('autocastfx')}")
@@ -209,13 +193,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the 16-bit dtype; default: bfloat16 for a model on a CPU, else float16",
     )
     given = argparse.ArgumentParser(add_help=False, parents=[dtype])
-    group(given, MODEL).add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
-    group(given, MODEL).add_argument(
-        "--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs"
-    )
-    group(given, MODEL).add_argument(
-        "--trust", action="store_true", help="read a MODEL that is a file, which runs what it says"
-    )
+    how = group(given, MODEL)
+    how.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    how.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
+    how.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
     inputs = argparse.ArgumentParser(add_help=False, parents=[given])
     group(inputs, MODEL).add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     lists = argparse.ArgumentParser(add_help=False)
@@ -223,30 +204,24 @@ def _parser() -> argparse.ArgumentParser:
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
     )
 
-    dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
-    group(dump, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
-    group(dump, WRITTEN).add_argument(
-        "--format", choices=FORMATS, help="default: by the suffix of the output's name, else text"
-    )
-    group(dump, WRITTEN).add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output"
-    )
-    group(dump, WRITTEN).add_argument(
-        "--full", action="store_true", help="a line for each node, parameters and casts too"
-    )
-    group(dump, WRITTEN).add_argument(
+    model = argparse.ArgumentParser(add_help=False)
+    group(model, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+
+    of_a_model = [common, inputs, lists, model]
+    dump = add("dump", parents=of_a_model, help="show what was decided for each node of a model, and why")
+    written = group(dump, WRITTEN)
+    written.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
+    written.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
+    written.add_argument("--full", action="store_true", help="a line for each node, parameters and casts too")
+    written.add_argument(
         "--only", metavar="WHAT", help="show low, float32, captured, casts, a category such as deny, or an op alone"
     )
-    group(dump, WRITTEN).add_argument(
-        "--module", metavar="PATH", help="show what is inside a module alone; a path or a pattern"
-    )
-    group(dump, WRITTEN).add_argument(
-        "--summary", action="store_true", help="count by op and by module, and list no nodes"
-    )
-    group(dump, WRITTEN).add_argument(
+    written.add_argument("--module", metavar="PATH", help="show what is inside a module alone; a path or a pattern")
+    written.add_argument("--summary", action="store_true", help="count by op and by module, and list no nodes")
+    written.add_argument(
         "--width", type=int, metavar="N", help="of lines; by default the terminal's; 0, and in files: no limit"
     )
-    group(dump, WRITTEN).add_argument(
+    written.add_argument(
         "--against",
         type=Path,
         metavar="PLAN",
@@ -255,10 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     add_conversion_options(dump)
     dump.set_defaults(run=commands.dump)
 
-    explain = add(
-        "explain", parents=[data, inputs, lists], help="say why nodes run as they do, and what would change it"
-    )
-    group(explain, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+    with_data = [data, inputs, lists, model]
+    explain = add("explain", parents=with_data, help="say why nodes run as they do, and what would change it")
     group(explain, MODEL).add_argument(
         "what", nargs="+", metavar="WHAT", help="a node, an op, a module, or an op inside a module"
     )
@@ -275,17 +248,21 @@ def _parser() -> argparse.ArgumentParser:
     add_conversion_options(diff)
     diff.set_defaults(run=commands.diff)
 
-    numerics.add_to(add, [data, inputs, lists], _MODEL)
-    numerics.add_tune_to(add, [data, given, lists], _MODEL)
-    convert = add("convert", parents=[common, inputs, lists], help="convert a model and save the result")
-    group(convert, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+    numerics.add_to(add, [data, inputs, lists], model)
+    numerics.add_tune_to(add, [data, given, lists, model])
+    convert = add("convert", parents=of_a_model, help="convert a model and save the result")
     group(convert, WRITTEN).add_argument(
         "-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes"
     )
     add_conversion_options(convert)
     convert.set_defaults(run=commands.convert_model)
 
-    add_lint_to(add, [data, inputs, lists], _MODEL)
+    lint_it = add("lint", parents=with_data, help="sizes that tensor cores would pad, and where time would go on a GPU")
+    names = ", ".join(gpu.name for gpu in gpus())
+    group(lint_it, MODEL).add_argument(
+        "--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here"
+    )
+    lint_it.set_defaults(run=_run_lint)
     add_run_to(add, common)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)

@@ -21,7 +21,8 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.cli.parser import CONVERSION, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
-from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError
+from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError, listed
+from autocastfx.graph.node import path_and_around
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
@@ -273,9 +274,7 @@ _MOST = 3
 
 def is_model_file(spec: str) -> bool:
     """True if a MODEL is a file rather than ``package.module:factory``."""
-    parts = spec.split(":")
-    is_factory = len(parts) == 2 and all(name.isidentifier() for part in parts for name in part.split("."))
-    return spec.lower().endswith(_SUFFIXES) and not is_factory
+    return spec.lower().endswith(_SUFFIXES) and not is_factory_call(spec)
 
 
 def load_pickled(spec: str, *, trust: bool) -> nn.Module:
@@ -297,7 +296,8 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
             "comes from, add --trust; else name package.module:factory, with --weights FILE, which runs nothing."
         )
     try:
-        made: Any = torch.load(path, map_location=_place(), weights_only=False)
+        place = None if torch.cuda.is_available() else "cpu"  # as saved, where it can be
+        made: Any = torch.load(path, map_location=place, weights_only=False)
     except Exception as error:  # whatever the file's own code raises
         raise CaptureError(
             f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
@@ -359,25 +359,16 @@ def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.
         if name in weights and weights[name].shape != tensor.shape
     ]
     hint = nearest(unknown[0], missing) if unknown else ""
-    prefix = next((p for p in _prefixes(unknown) if all(n.removeprefix(p) in wanted for n in unknown)), "")
+    prefixes = [f"{path}." for path in path_and_around(next(iter(unknown), "").rpartition(".")[0]) if path]
+    prefix = next((p for p in prefixes if all(n.removeprefix(p) in wanted for n in unknown)), "")
     hint = f" (all begin with {prefix!r}: save the state_dict of the model inside)" if prefix else hint
     problems = [
-        f"it lacks {_listed(missing)}" if missing else "",
-        f"the model has no {_listed(unknown)}{hint}" if unknown else "",
-        f"other sizes: {_listed(shapes)}" if shapes else "",
+        f"it lacks {listed(missing, _MOST)}" if missing else "",
+        f"the model has no {listed(unknown, _MOST)}{hint}" if unknown else "",
+        f"other sizes: {listed(shapes, _MOST)}" if shapes else "",
     ]
     if any(problems):
         raise ModelSpecError(f"the weights {path} do not fit {spec}: {'; '.join(p for p in problems if p)}.")
-
-
-def _prefixes(names: Iterable[str]) -> list[str]:
-    """Return the prefixes of the first name, up to each of its dots."""
-    parts = next(iter(names), "").split(".")[:-1]
-    return [".".join(parts[:n]) + "." for n in range(1, len(parts) + 1)]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _check_is_file(path: Path, what: str) -> None:
@@ -385,11 +376,6 @@ def _check_is_file(path: Path, what: str) -> None:
         raise ModelSpecError(f"cannot read the {what} {path}: it is a folder.")
     if not path.is_file():
         raise ModelSpecError(f"cannot read the {what} {path}: no such file.")
-
-
-def _place() -> str | None:
-    """Return the ``map_location`` for a whole model: the CPU if there is no GPU, else as saved."""
-    return None if torch.cuda.is_available() else "cpu"
 
 
 def _first_line(error: Exception) -> str:
@@ -441,16 +427,13 @@ def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, 
     """
     given = {name: getattr(options, name, None) for name in _NAMES}
     arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if "device" in arguments:
-        try:
+    try:
+        if "device" in arguments:
             named_device(arguments["device"])
-        except ValueError as error:
-            raise ModelSpecError(f"--{error}.") from None
-    if arguments.get("recompose"):
-        try:
+        if arguments.get("recompose"):
             chosen(arguments["recompose"])
-        except ValueError as error:
-            raise ModelSpecError(f"--{error}.") from error
+    except ValueError as error:
+        raise ModelSpecError(f"--{error}.") from error
     if "calibrate" in arguments:
         arguments["calibrate"] = _calibration(arguments["calibrate"], device)
     return arguments

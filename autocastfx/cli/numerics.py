@@ -51,17 +51,19 @@ from autocastfx.report.dump import dump
 _OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # arguments that identify a search
 
 
-def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
-    """Add the commands with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
+def add_to(
+    add: Callable[..., argparse.ArgumentParser],
+    parents: Sequence[argparse.ArgumentParser],
+    model: argparse.ArgumentParser,
+) -> None:
+    """Add the commands with ``add``, the subcommands' ``add_parser``; ``model`` has the argument MODEL."""
     seeded = argparse.ArgumentParser(add_help=False)
     group(seeded, MODEL).add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the random numbers of each run; 0"
     )
 
-    parser = add(
-        "compare", parents=[*parents, seeded], help="run a model in 16 bits and in float32, and compare each value"
-    )
-    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
+    with_seed = [*parents, seeded, model]
+    parser = add("compare", parents=with_seed, help="run a model in 16 bits and in float32, and compare each value")
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
     group(parser, MODEL).add_argument(
         "--loss",
@@ -77,15 +79,11 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     add_conversion_options(parser)
     parser.set_defaults(run=_compare)
 
-    parser = add("check", parents=parents, help="run a model beside its conversion, and say what differs")
-    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
+    parser = add("check", parents=[*parents, model], help="run a model beside its conversion, and say what differs")
     add_conversion_options(parser)
     parser.set_defaults(run=_check_model)
 
-    parser = add(
-        "bisect", parents=[*parents, seeded], help="find the ops that have to run in float32, and write a list"
-    )
-    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
+    parser = add("bisect", parents=with_seed, help="find the ops that have to run in float32, and write a list")
     parser.add_argument(
         "--tolerance", type=float, required=True, metavar="T", help="the largest value of the metric that holds"
     )
@@ -104,7 +102,7 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.set_defaults(run=_bisect)
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: Namespace) -> int:
     """Run ``compare``. Returns 1 if a value or gradient is Inf or NaN where float32's is finite."""
     if not options.gradients and (options.loss is not None or options.scale != 1.0):
         raise ModelSpecError("--loss and --scale are for gradients: give --gradients.")
@@ -142,7 +140,7 @@ def _compare(options: argparse.Namespace) -> int:
     return int(not comparison.is_finite)
 
 
-def _check_model(options: argparse.Namespace) -> int:
+def _check_model(options: Namespace) -> int:
     """Run ``check``. Returns 1 if the conversion does something else than the model, or is less exact than allowed."""
     _check(options, "check runs the model")
     model = given_model(options, options.model)
@@ -154,7 +152,7 @@ def _check_model(options: argparse.Namespace) -> int:
     return int(not findings.ok)
 
 
-def _bisect(options: argparse.Namespace) -> int:
+def _bisect(options: Namespace) -> int:
     """Run ``bisect``. Returns 1 if the metric does not hold even in float32."""
     if not math.isfinite(options.tolerance):
         raise ModelSpecError(f"--tolerance is a finite number, not {options.tolerance}.")
@@ -201,7 +199,7 @@ def _bisect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, why: str) -> None:
+def _check(options: Namespace, why: str) -> None:
     """Refuse missing inputs and unwritable paths, before work that may take minutes."""
     if not options.inputs:
         raise ModelSpecError(f"{why}: give --inputs.")
@@ -230,15 +228,10 @@ def _shown() -> Generator[Callable[[int, int], None]]:
 
 # The command ``autocastfx tune``: its arguments, and its run to an exit code.
 
-_FUNCTIONS = {"loss": "a loss", "inputs": "a function of a batch"}
 
-
-def add_tune_to(
-    add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str
-) -> None:
-    """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
+def add_tune_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser]) -> None:
+    """Add the command with ``add``, the subcommands' ``add_parser``."""
     parser = add("tune", parents=parents, help="measure what 16 bits cost each op, and write the list that moves least")
-    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
     group(parser, MODEL).add_argument(
         "--batches",
         metavar="BATCHES",
@@ -307,18 +300,19 @@ def _run_tune(options: Namespace) -> int:
     for path in (options.output, options.plot, options.sensitivity):
         if path is not None:
             check_writable(path)
-    functions = {name: _function(getattr(options, name), what) for name, what in _FUNCTIONS.items()}
+    loss = load_function(options.loss, "a loss") if options.loss is not None else None
+    inputs = load_function(options.inputs, "a function of a batch") if options.inputs is not None else None
     model, batches = given_model(options, options.model), load_batches(options.batches)
     for batch in batches[:1]:
-        _arguments(model, batch, functions["inputs"])  # before work that may take minutes
+        _arguments(model, batch, inputs)  # before work that may take minutes
     how: dict[str, Any] = {"dtype": options.dtype, "op_list": options.op_list or "default"}
     measured = None
     if options.sensitivity is not None:
-        measured = _measured(options, model, batches, functions["loss"], functions["inputs"], how)
+        measured = _measured(options, model, batches, loss, inputs, how)
     tuned = tune(
         model,
         batches,
-        functions["loss"],
+        loss,
         budget=budget,
         of=options.of,
         probes=options.probes,
@@ -327,7 +321,7 @@ def _run_tune(options: Namespace) -> int:
         float8=options.float8,
         share=options.share,
         fold=options.fold,
-        inputs=functions["inputs"],
+        inputs=inputs,
         **how,
     )
     if options.output is not None:
@@ -357,10 +351,6 @@ def _budget(given: str) -> str | Budget:
         return Budget(**{name: number})
     except ValueError:
         raise ModelSpecError(f"--budget {given}: {name} is a finite number above 0, such as {name}=0.1.") from None
-
-
-def _function(spec: str | None, what: str) -> Callable[..., Any] | None:
-    return load_function(spec, what) if spec is not None else None
 
 
 def _arguments(model: nn.Module, batch: Any, inputs: Inputs | None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -13,13 +13,8 @@ MODEL, CONVERSION, WRITTEN = "the model and a call of it", "the conversion", "th
 _ENDLESS = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
 
 
-def suggesting_parser(**arguments: Any) -> argparse.ArgumentParser:
-    """Make a parser, with arguments as for ``argparse.ArgumentParser``, whose subcommands' parsers suggest too."""
-    return _SuggestingParser(**arguments)
-
-
-class _SuggestingParser(argparse.ArgumentParser):
-    """Names the nearest command or choice, as argparse does from Python 3.14 on if asked to."""
+class SuggestingParser(argparse.ArgumentParser):
+    """Names the nearest command or choice, as argparse does from Python 3.14 on if asked to; in subcommands too."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its types have overloads
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -1,4 +1,4 @@
-"""What a notebook's cell shows of an object: text and tables as HTML, in which nothing of a name is markup."""
+"""Tables: as lines of text, and as what a notebook's cell shows, HTML in which nothing of a name is markup."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ from collections.abc import Sequence
 from html import escape
 
 _LEFT = ' style="text-align: left"'
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, in which columns begin at the same places; all rows have the same number of cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def shortened(text: str, room: int, *, from_end: bool = False) -> str:
+    """Return ``text``, or as much of it as there is ``room`` for, with an ellipsis for what is left out.
+
+    Args:
+        text: one line.
+        room: the most characters, at least 1.
+        from_end: leave out the end, not the middle.
+    """
+    if len(text) <= room:
+        return text
+    tail = 0 if from_end else (room - 1) // 2
+    return f"{text[: room - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def preformatted(text: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -320,11 +321,13 @@ def enclosing_modules(node: fx.Node) -> tuple[str, ...]:
 
     Modules that only hold others (a ``ModuleList``) are included.
     """
-    paths: dict[str, None] = {"": None}
-    for path, _ in _module_stack(node):
-        names = path.split(".") if path else []
-        paths.update(dict.fromkeys(".".join(names[:n]) for n in range(1, len(names) + 1)))
-    return tuple(paths)
+    return tuple(dict.fromkeys(("", *(part for path, _ in _module_stack(node) for part in path_and_around(path)))))
+
+
+def path_and_around(path: str) -> Iterator[str]:
+    """Yield the paths of the root, of the modules around a module, and of the module itself."""
+    yield ""
+    yield from accumulate(path.split("."), "{}.{}".format) if path else ()
 
 
 def module_classes(node: fx.Node) -> tuple[str, ...]:

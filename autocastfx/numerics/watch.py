@@ -20,20 +20,19 @@ from autocastfx.capture.leave_intact import random_numbers_kept, random_state, s
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, SkippedStepWarning
 from autocastfx.graph.alias import moves
+from autocastfx.graph.cell import aligned
 from autocastfx.graph.magnitude import DeviceCounts, ValueCounts, count_values, read_counts
 from autocastfx.graph.node import is_cast, is_member
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.numerics.paired_run import floating
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.yaml_tree import nearest
-from autocastfx.report.text import Column, aligned
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
 
 # The rows of a watch, and its report as text.
 
-_TITLES = ("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,9 @@ def report(
     """
     lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
-    if shown := [_cells(row) for row in ranked[:most]]:
-        lines += aligned([Column(title) for title in _TITLES], shown)
+    cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]
+    cells += [_cells(row) for row in ranked[:most]]
+    lines += aligned(cells) if len(cells) > 1 else []
     if len(ranked) > most:
         lines.append(f"{len(ranked) - most} more nodes")
     return "\n".join([*lines, *_of_skipped(skipped)])

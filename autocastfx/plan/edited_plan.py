@@ -95,7 +95,7 @@ class EditedPlan:
 
     def without_float8(self, plans: Iterable[Plan]) -> str:
         """A sentence on the nodes whose lines have products in float8, and that have none in ``plans``; or empty."""
-        nodes = [node for plan in plans for node in plan.nodes if node.float8 is None or not node.float8.products]
+        nodes = [node for plan in plans for node in plan.nodes if not node.products]
         known = ((self.lines.get(node.name), node) for node in nodes)
         lost = {n.name for line, n in known if line is not None and line.in_float8 and line.speaks_of(n.op, n.module)}
         return (
@@ -257,7 +257,7 @@ def _of_node(node: PlannedNode, source: TextPlace) -> Line:
         reason=node.decision.reason,
         run=node.placement.run,
         store=node.placement.store,
-        in_float8=node.float8 is not None and node.float8.products != (),
+        in_float8=bool(node.products),
     )
 
 

@@ -35,7 +35,6 @@ class Why(str, Enum):
     KEEP = "keep"
     PROMOTE = "promote"
     AFTER = "after {}"  # a node that runs in float32
-    UPDATES = "updates {}"  # in plans of earlier versions: a buffer, parameter or input, which stays float32
     SHARES_STORAGE = "shares storage that stays float32"
     NO_ALLOW_BEFORE = "no allow op before it"
     INPUT_IS_FLOAT32 = "an input is float32"
@@ -66,7 +65,6 @@ class Why(str, Enum):
 _CLAUSES = {
     **{why: f"its category is {why.value}" for why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE)},
     Why.AFTER: "it comes after {}, which does",
-    Why.UPDATES: "it updates {}",
     Why.SHARES_STORAGE: "it shares memory that stays float32",
     Why.NO_ALLOW_BEFORE: "there is no allow op before it",
     Why.FEWEST_BYTES: "this moves the fewest bytes",
@@ -267,13 +265,16 @@ class Decision:
 class Placement:
     """The precision that a node runs in (its inputs) and the one that its output is stored in, and why.
 
-    ``as_stored`` names the arguments that it takes in whatever precision they are stored.
+    Printed without the cause. ``as_stored`` names the arguments that it takes in whatever precision they are stored.
     """
 
     run: Precision
     store: Precision
     because: Cause
     as_stored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.run) if self.run is self.store else f"{self.run}, stored {self.store}"
 
     @property
     def in_words(self) -> str:
@@ -302,6 +303,11 @@ class PlannedNode:
     error: float | None = None
     effect: Signature = field(default=(), repr=False, compare=False)
     float8: PlannedFloat8 | None = None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Its products that run in float8."""
+        return self.float8.products if self.float8 is not None else ()
 
 
 @dataclass(frozen=True)
@@ -440,7 +446,7 @@ class Plan:
     @property
     def float8_unmeasured(self) -> int:
         """The number of nodes with products in float8 that the predicted error leaves out, likewise."""
-        in_float8 = (node.float8 for node in self.nodes if node.float8 is not None and node.float8.products)
+        in_float8 = (node.float8 for node in self.nodes if node.float8 is not None and node.products)
         return sum(not one.errors for one in in_float8) if self.error is not None else 0
 
     @property

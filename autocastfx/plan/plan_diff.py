@@ -10,7 +10,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 from autocastfx.errors import ArgumentTypeError
-from autocastfx.graph.cell import table
+from autocastfx.graph.cell import aligned, table
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 
 _MOST_IN_A_CELL = 20  # rows
@@ -100,7 +100,7 @@ class PlanDiff:
         return f"PlanDiff({'; '.join(self.summary)})"
 
     def __str__(self) -> str:
-        return "\n".join([*self.summary, *_aligned(self._rows())])
+        return "\n".join([*self.summary, *aligned(self._rows())])
 
     def _repr_html_(self) -> str:
         return table(self.summary, self._rows(), most=_MOST_IN_A_CELL, below="print() shows all")
@@ -230,20 +230,13 @@ def _cells(old: PlannedNode, new: PlannedNode) -> tuple[str, str]:
 
 
 def _precision(node: PlannedNode) -> str:
-    run, store = node.placement.run, node.placement.store
-    if run is Precision.CAPTURED:
+    if node.placement.run is Precision.CAPTURED:
         return node.dtype or "captured"
-    in_float8 = f", float8 {node.float8}" if node.float8 is not None and node.float8.products else ""
-    return (str(run) if run is store else f"{run}, stored {store}") + in_float8
+    return str(node.placement) + (f", float8 {node.float8}" if node.products else "")
 
 
 def _reason(node: PlannedNode) -> str:
     placed, decision = node.placement.because, node.decision
     why = f"{decision.category}: {decision.reason or 'no reason given'} ({decision.source})"
-    why += f"; {node.float8}" if node.float8 is not None and not node.float8.products else ""
+    why += f"; {node.float8}" if node.float8 is not None and not node.products else ""
     return why if str(placed) == str(decision.category) else f"{placed}; {why}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    return ["  ".join([*(f"{c:<{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

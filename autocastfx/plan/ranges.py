@@ -6,11 +6,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from torch import fx
@@ -37,7 +36,40 @@ def mode_of(training: Iterable[bool]) -> str:
 
 
 @dataclass(frozen=True)
-class Range:
+class MeasuredNode:
+    """A node of which something was measured, in a mode: the attributes by which it is found again."""
+
+    mode: str
+    name: str
+    op: str
+    module: str
+
+    @property
+    def key(self) -> Key:
+        """The key of the node in a graph of this mode."""
+        return self.name, self.op, self.module
+
+
+Measured = TypeVar("Measured", bound=MeasuredNode)
+
+
+def each_once(measured: Iterable[Measured], merge: Callable[[Measured, Measured], Measured]) -> tuple[Measured, ...]:
+    """Merge what was measured of the same node in the same mode."""
+    merged: dict[tuple[str, Key], Measured] = {}
+    for one in measured:
+        before = merged.get((one.mode, one.key))
+        merged[one.mode, one.key] = one if before is None else merge(before, one)
+    return tuple(merged.values())
+
+
+def in_mode(measured: Sequence[Measured], mode: str) -> dict[Key, Measured]:
+    """Return what was measured in graphs of ``mode``; in those of the other mode if only that was measured."""
+    own = {one.key: one for one in measured if one.mode == mode}
+    return own or {one.key: one for one in measured}
+
+
+@dataclass(frozen=True)
+class Range(MeasuredNode):
     """The measured magnitudes of one value, the output of a node.
 
     Attributes:
@@ -50,18 +82,9 @@ class Range:
         non_finite: the number of Inf and NaN elements.
     """
 
-    mode: str
-    name: str
-    op: str
-    module: str
     largest: float
     rms: float
     non_finite: int = 0
-
-    @property
-    def key(self) -> Key:
-        """The key of the node in a graph of this mode."""
-        return self.name, self.op, self.module
 
     def merged(self, other: Range) -> Range:
         """Merge two measurements of the value: the larger magnitudes, and the sum of the counts."""
@@ -92,18 +115,13 @@ class Ranges:
             raise UnknownNameError(f"no value {name!r} was measured")
         return max(ranges, key=lambda r: r.largest)
 
-    @cached_property
-    def _by_mode(self) -> dict[str, dict[Key, Magnitude]]:
-        return {mode: {r.key: Magnitude(r.largest, r.rms) for r in self.values if r.mode == mode} for mode in MODES}
-
     def magnitudes(self, mode: str) -> Mapping[Key, Magnitude]:
         """Return the magnitudes in graphs of ``mode``; of the other mode if only that was measured."""
-        own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
-        return own or other
+        return {key: Magnitude(r.largest, r.rms) for key, r in in_mode(self.values, mode).items()}
 
     def merged(self, other: Ranges) -> Ranges:
         """Merge two measurements: for a value in both, the larger magnitudes and the sum of the counts."""
-        return Ranges(_merged((*self.values, *other.values)), self.batches + other.batches)
+        return Ranges(each_once((*self.values, *other.values), Range.merged), self.batches + other.batches)
 
     def to_json(self) -> str:
         """Write the ranges as JSON text, one value a line; :meth:`from_json` reads it back."""
@@ -151,17 +169,6 @@ class Ranges:
             raise CalibrationError(f"cannot read the ranges {path}: {what}. Ranges.save writes such a file.") from None
         return cls.from_json(text, file=str(path))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields
-        return (Ranges, (self.values, self.batches))
-
-
-def _merged(values: Iterable[Range]) -> tuple[Range, ...]:
-    merged: dict[tuple[str, Key], Range] = {}
-    for one in values:
-        before = merged.get((one.mode, one.key))
-        merged[one.mode, one.key] = one if before is None else before.merged(one)
-    return tuple(merged.values())
-
 
 class _Malformed(Exception):
     """An error in the data, with the keys and indices that lead to it."""
@@ -181,7 +188,8 @@ def _read(data: Any) -> Ranges:
         raise _Malformed(f"'batches' is a count, not {data.get('batches')!r}", "batches")
     if not isinstance(data.get("values"), list):
         raise _Malformed("'values' is a list", "values")
-    return Ranges(_merged(_range(entry, i) for i, entry in enumerate(data["values"])), data["batches"])
+    values = (_range(entry, i) for i, entry in enumerate(data["values"]))
+    return Ranges(each_once(values, Range.merged), data["batches"])
 
 
 def _range(entry: Any, index: int) -> Range:

@@ -8,13 +8,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
-from autocastfx.plan.ranges import MODES, Key
+from autocastfx.plan.ranges import Key, MeasuredNode, each_once, in_mode
 
 VERSION = 1
 TARGETS = ("gradient", "output")
@@ -41,7 +40,7 @@ def added(signatures: Iterable[Signature]) -> Signature:
 
 
 @dataclass(frozen=True)
-class Effect:
+class Effect(MeasuredNode):
     """The effect of a node in 16 bits on the target.
 
     Attributes:
@@ -60,10 +59,6 @@ class Effect:
             where float8 was not measured.
     """
 
-    mode: str
-    name: str
-    op: str
-    module: str
     computes: Signature = ()
     reads: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
     returns: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
@@ -75,11 +70,6 @@ class Effect:
     def flops(self) -> int:
         """The floating-point operations of each of its products: 2·M·N·K."""
         return 2 * math.prod(self.sizes) if self.sizes else 0
-
-    @property
-    def key(self) -> Key:
-        """The key of the node in a graph of this mode, as :class:`Ranges` has it."""
-        return self.name, self.op, self.module
 
     @property
     def error(self) -> float:
@@ -160,14 +150,9 @@ class Sensitivity:
             raise UnknownNameError(f"no node {name!r} was measured")
         return max(effects, key=lambda effect: effect.error)
 
-    @cached_property
-    def _by_mode(self) -> dict[str, dict[Key, Effect]]:
-        return {mode: {e.key: e for e in self.effects if e.mode == mode} for mode in MODES}
-
     def effects_in(self, mode: str) -> Mapping[Key, Effect]:
         """Return the effects in graphs of ``mode``; of the other mode if only that was measured."""
-        own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
-        return own or other
+        return in_mode(self.effects, mode)
 
     def error(self, signatures: Sequence[Signature]) -> float:
         """Return the relative error of the target that several nodes cause together.
@@ -222,7 +207,7 @@ class Sensitivity:
         return dataclasses.replace(
             self,
             batches=self.batches + other.batches,
-            effects=_merged((*self.effects, *other.effects)),
+            effects=each_once((*self.effects, *other.effects), Effect.merged),
             unmeasured={**self.unmeasured, **other.unmeasured},
             jumps_at=_mean([(one.batches, one.jumps_at) for one in both]),
             jumps_true=_mean([(one.batches, one.jumps_true or one.jumps_at) for one in both]),
@@ -278,18 +263,7 @@ class Sensitivity:
             raise SensitivityError(f"cannot read {path}: {what}. Sensitivity.save writes such a file.") from None
         return cls.from_json(text, file=str(path))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields
-        return (Sensitivity, tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
-
 
 def _mean(of_batches: Sequence[tuple[int, float]]) -> float:
     """The root mean square, by numbers of batches."""
     return math.sqrt(sum(n * error**2 for n, error in of_batches) / sum(n for n, _ in of_batches))
-
-
-def _merged(effects: Iterable[Effect]) -> tuple[Effect, ...]:
-    merged: dict[tuple[str, Key], Effect] = {}
-    for one in effects:
-        before = merged.get((one.mode, one.key))
-        merged[one.mode, one.key] = one if before is None else before.merged(one)
-    return tuple(merged.values())

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import ArgumentError, UnknownNameError
+from autocastfx.errors import ArgumentError, UnknownNameError, listed
 from autocastfx.files import NON_FINITE_AS_TEXT, parsed_json, plain_data, typed_data
-from autocastfx.graph.cell import preformatted
+from autocastfx.graph.cell import aligned, preformatted
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
@@ -316,14 +316,10 @@ class Comparison:
             says = f"Inf and NaN begin at {_place(source)}" + (f"; before it, {behind.node} {behind}" if behind else "")
             return Beginning(says, source.name, is_failure=True, fix=behind.fix if behind else "")
         if source is not None and source.added:
-            cancellation = self._cancellation_behind(source)
-            if cancellation is not None:
-                node = self[cancellation.node]
-                errors = f"{node.error:.2e}, {node.inherited:.2e} in what it reads"
-                says = f"the error begins at {_place(node)}: {errors}; {cancellation}"
-                return Beginning(says, node.name, fix=cancellation.fix)
-            inherited = f"{source.error:.2e}, {source.inherited:.2e} in what it reads"
-            return Beginning(f"the error begins at {_place(source)}: {inherited}", source.name)
+            behind = self._cancellation_behind(source)
+            node = self[behind.node] if behind is not None else source
+            says = f"the error begins at {_place(node)}: {node.error:.2e}, {node.inherited:.2e} in what it reads"
+            return Beginning(f"{says}; {behind}" if behind else says, node.name, fix=behind.fix if behind else "")
         return Beginning()
 
     def _cancellation_behind(self, source: ComparedNode) -> Cancellation | None:
@@ -340,15 +336,13 @@ class Comparison:
             return Beginning(says, first.name, is_failure=True)
         if not lost:
             return Beginning()
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        says = f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
+        says = f"Inf and NaN are in gradients of parameters alone: {listed(lost, 1)}; a smaller scale avoids them"
         return Beginning(says, is_failure=True)
 
     def _rest(self) -> str:
         whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
-        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed[:_MOST]]
-        more = f" and {len(self.recomposed) - _MOST} more" if len(self.recomposed) > _MOST else ""
-        recomposed = f"; recomposed: {', '.join(named)}{more}" if named else ""
+        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed]
+        recomposed = f"; recomposed: {listed(named, _MOST)}" if named else ""
         return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
 
     def __repr__(self) -> str:
@@ -418,9 +412,7 @@ def _lines(
 ) -> Iterator[str]:
     rows = [(*titles, "dtype", "error", "overflow", "underflow", "zeros", "nan")]
     rows += [(*names, *_cells(deviation)) for names, deviation in deviations[:most]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)
     if len(deviations) > most:
         yield f"{len(deviations) - most} more {what}"
 

@@ -63,10 +63,9 @@ def views_of_enabled(model: nn.Module) -> list[View] | None:
     if not isinstance(getattr(backend, "graphs", None), list):
         return None
     graphs: Sequence[CompiledGraph] = backend.graphs
-    places = [SourceLine(one.file, one.line, "") for one in backend.skipped]
     outside = [
-        f"not captured: {one.name} at {place.file}:{place.number} ({one.reason}). {one.runs}"
-        for one, place in zip(backend.skipped, places, strict=True)
+        f"not captured: {one.name} at {SourceLine(one.file, one.line, '').file}:{one.line} ({one.reason}). {one.runs}"
+        for one in backend.skipped
     ]
     outside += [f"not converted: graph {i}: {one.failure}" for i, one in enumerate(graphs, 1) if one.plan is None]
     if not graphs and not outside:

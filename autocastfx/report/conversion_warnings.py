@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import StateWarning, UnmatchedRuleWarning
+from autocastfx.errors import StateWarning, UnmatchedRuleWarning, listed
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
@@ -78,8 +78,7 @@ def warn_of_other_parameters(model: nn.Module, stacklevel: int) -> None:
     if wide := [name for name, tensor in named if tensor.dtype == torch.float64]:
         what, mend = f"the parameters of this {type(model).__name__}", "Convert the model in float32: model.float()."
         if torch.float32 in dtypes or torch.float64 not in dtypes:
-            more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
-            what = f"{', '.join(wide[:_NAMED])}{more} in this {type(model).__name__}"
+            what = f"{listed(wide, _NAMED)} in this {type(model).__name__}"
             mend = "Make them float32 if that is exact enough."
         warnings.warn(
             f"{what} are float64, and only float32 values are converted: what they compute stays as it is. {mend}",
@@ -132,7 +131,7 @@ def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
     nodes = [node for plan in plans for node in plan.nodes if node.float8 is not None]
     devices = {"", *(plan.device for plan in plans)}
     asked = any(rule.products != () and rule.device in devices for rule in op_list.float8)
-    if not asked or any(node.float8 and node.float8.products for node in nodes):
+    if not asked or any(node.products for node in nodes):
         return
     whys = Counter(str(one.why) for n in nodes if n.float8 is not None for one in n.float8.in_16_bits[:1])
     first = [f"{why} ({count})" for why, count in whys.most_common(_NAMED)]

@@ -209,8 +209,7 @@ def view_of(amp_model: AmpModule) -> View:
 
 def _shown(amp_model: AmpModule) -> int:
     """Return the position of the variant that ``amp_model`` shows."""
-    graph = amp_model.graph
-    return next(i for i, variant in enumerate(amp_model._shown) if variant.graph is graph)
+    return amp_model._shown.index(amp_model._active)
 
 
 def _view(amp_model: AmpModule, number: int) -> View:

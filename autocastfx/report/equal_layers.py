@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autocastfx.report.view import Row, error_cell
 
@@ -64,10 +65,10 @@ def equal_layers(rows: Sequence[Row], casts: Mapping[str, str], table: Sequence[
 def _members(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
     """Return the rows in each layer by the path of what holds the layer, and by the layer's number."""
     members: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    modules = {row.name: row.planned.module for row in rows if row.planned is not None}
-    runners = {inner: modules.get(row.name, "") for row in rows for inner in row.runs}
+    runners = {inner: row.module for row in rows for inner in row.runs}
     for row in rows:
-        parts = modules.get(row.name, runners.get(row.name.rpartition("/")[0], "")).split(".")
+        module = row.module if row.planned is not None else runners.get(row.name.rpartition("/")[0], "")
+        parts = module.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
                 members[".".join(parts[:i])][int(part)].append(row)
@@ -75,30 +76,19 @@ def _members(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
 
 
 def _runs(layers: Mapping[int, list[Row]]) -> Iterator[list[int]]:
-    run = list[int]()
-    for number in sorted(layers):
-        if run and number != run[-1] + 1:
-            yield run
-            run = []
-        run.append(number)
-    if run:
-        yield run
+    """Yield the numbers of layers that follow each other."""
+    for _, run in groupby(enumerate(sorted(layers)), key=lambda place: place[1] - place[0]):
+        yield [number for _, number in run]
 
 
 def _equal(
     module: str, run: Sequence[int], layers: Mapping[int, Sequence[Row]], words: _Words
 ) -> Iterator[EqualLayers]:
-    signatures = {number: words.of(f"{module}.{number}".removeprefix("."), layers[number]) for number in run}
-    start = 0
-    while start < len(run):
-        end = start + 1
-        while end < len(run) and signatures[run[end]] == signatures[run[start]]:
-            end += 1
-        others = run[start + 1 : end]
+    for _, equal in groupby(run, lambda number: words.of(f"{module}.{number}".removeprefix("."), layers[number])):
+        shown, *others = equal
         names = frozenset(row.name for number in others for row in layers[number])
         if len(names) >= _LEAST_SAVED:
-            yield EqualLayers(module, run[start], others[0], others[-1], names)
-        start = end
+            yield EqualLayers(module, shown, others[0], others[-1], names)
 
 
 class _Words:

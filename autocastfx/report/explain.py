@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from autocastfx.errors import ArgumentTypeError
 from autocastfx.graph.cell import preformatted
-from autocastfx.plan.plan import PlannedNode, PlannedQuantized, Recomposed, select
+from autocastfx.plan.plan import PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.report.view import PredictedError, View, float8_clauses, saved_clauses
+from autocastfx.report.view import View, float8_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 
@@ -64,18 +64,10 @@ def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
     for node in select(shown.plan, what):
-        yield "\n".join(
-            _lines(node, reasons.of(node), recomposed.get(node.name), shown.predicted, shown.plan.quantized)
-        ) + "".join(f"\n  for backward: {clause}." for clause in saved_clauses(node, shown.plan.saved))
+        yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name), shown))
 
 
-def _lines(
-    node: PlannedNode,
-    reason: Reason,
-    recomposed: Recomposed | None,
-    predicted: PredictedError,
-    quantized: Sequence[PlannedQuantized],
-) -> Iterator[str]:
+def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None, shown: View) -> Iterator[str]:
     yield f"{node.name} ({node.op}) in module {node.module or '(root)'} {reason.runs}."
     if recomposed is not None:
         yield f"  recomposed: {recomposed.pattern}, of {', '.join(recomposed.replaced)}; not so with recompose=False."
@@ -83,8 +75,9 @@ def _lines(
         yield f"  decided: {reason.decided}."
     for clause in reason.placed:
         yield f"  placed: {clause}."
-    yield from (f"  {clause}." for clause in float8_clauses(node, quantized))
-    if said := " ".join(predicted.sentences(node)):
+    yield from (f"  {clause}." for clause in float8_clauses(node, shown.plan.quantized))
+    if said := " ".join(shown.predicted.sentences(node)):
         yield f"  error: {said}"
     if reason.change:
         yield f"  to change it: {reason.change}."
+    yield from (f"  for backward: {one}." for one in shown.plan.saved if one.name == node.name)

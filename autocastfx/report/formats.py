@@ -114,13 +114,10 @@ def render_graphml(view: View) -> str:
         graph.add_node(row.name, **_graphml_attributes(row))
     for row in view.rows:
         graph.add_edges_from((read, row.name) for read in row.reads)
-        graph.add_edges_from((row.name, other.name) for other in view.rows if _runs(row, other))
+        for inner in row.runs:
+            inside = (other.name for other in view.rows if other.name.rpartition("/")[0] == inner)
+            graph.add_edges_from((row.name, name) for name in inside)
     return "\n".join(nx.generate_graphml(graph, named_key_ids=True)) + "\n"
-
-
-def _runs(row: Row, other: Row) -> bool:
-    """True if ``other`` is in a sub-graph that ``row`` runs."""
-    return other.name.rpartition("/")[0] in row.runs if row.runs else False
 
 
 def _graphml_attributes(row: Row) -> dict[str, str | int | float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autocastfx.files import plain_data
 from autocastfx.plan.plan import Cause, Forced, PlannedNode, Precision, Why
 from autocastfx.report.view import Row, View
 
@@ -137,11 +138,5 @@ def brief_reason(node: PlannedNode, known: Mapping[str, PlannedNode]) -> str:
 
 def headline_data(found: Headline) -> dict[str, Any]:
     """Return what the page shows of a headline."""
-    reasons = [{"says": one.says, "count": one.count, "ops": list(one.ops)} for one in found.reasons]
-    return {
-        "says": found.says,
-        "details": found.details,
-        "low": found.low,
-        "float32": found.float32,
-        **({"reasons": reasons} if reasons else {}),
-    }
+    shown = {"says": found.says, "details": found.details, "low": found.low, "float32": found.float32}
+    return {**shown, **({"reasons": plain_data(found.reasons)} if found.reasons else {})}

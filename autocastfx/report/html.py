@@ -21,7 +21,7 @@ from torch import nn
 
 from autocastfx.errors import ArgumentError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.plan_diff import PlanDiff, diff
 from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
@@ -49,24 +49,14 @@ def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
     return difference
 
 
-def changes_of(difference: PlanDiff) -> dict[str, Any]:
-    """Return what differs in words, and the nodes that only the other plan has."""
-    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
-    return {"summary": difference.summary, **({"removed": removed} if removed else {})}
-
-
 def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
     """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
-    changed = {
-        pair.name: {**_said(pair.before), **({"moved": True} if pair.moved else {})} for pair in difference.changed
-    }
-    return {**changed, **{node.name: {"added": True} for node in difference.added}}
-
-
-def _said(node: PlannedNode) -> dict[str, Any]:
-    run, store = node.placement.run, node.placement.store
-    runs = str(run) if run is store else f"{run}, stored {store}"
-    return {"runs": runs, "because": str(node.placement.because), "decided": str(node.decision)}
+    changed: dict[str, dict[str, Any]] = {node.name: {"added": True} for node in difference.added}
+    for pair in difference.changed:
+        node, because = pair.before, str(pair.before.placement.because)
+        said = {"runs": str(node.placement), "because": because, "decided": str(node.decision), "moved": pair.moved}
+        changed[pair.name] = _present(said)
+    return changed
 
 
 # Facts about a converted model and its page, for the header of the page.
@@ -159,7 +149,9 @@ def page_data(
 
 
 def _add_changes(variant: dict[str, Any], difference: PlanDiff) -> None:
-    variant["changes"], changed = changes_of(difference), changed_nodes(difference)
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
+    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
+    changed = changed_nodes(difference)
     for node in variant["nodes"]:
         if node["name"] in changed:
             node["before"] = changed[node["name"]]
@@ -197,7 +189,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
-        "whys": whys.table,
+        "whys": list(whys.numbers),
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
@@ -209,19 +201,14 @@ class _Whys:
     """The reasons of ops in words, each once: nodes refer to them by number, from 1."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.table: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self._known = {row.name: row.planned for row in rows if row.planned is not None}
 
     def of(self, row: Row) -> int | None:
         """Return the number of a row's reason; None if no precision is at stake."""
         if row.planned is None or row.precision is Precision.CAPTURED:
             return None
-        said = brief_reason(row.planned, self._known)
-        if said not in self._numbers:
-            self.table.append(said)
-            self._numbers[said] = len(self.table)
-        return self._numbers[said]
+        return self.numbers.setdefault(brief_reason(row.planned, self._known), len(self.numbers) + 1)
 
 
 def _beginning(comparison: Comparison) -> dict[str, Any]:
@@ -318,19 +305,15 @@ class _Homes:
                 readers.setdefault(read, []).append(row)
         for row in rows:
             if row.planned is not None or row.kind in ("input", "output", "sub-graph"):
-                self._known[row.name] = home = self._planned(row)
+                self._known[row.name] = home = self._path(row.name.rpartition("/")[0], row.module)
                 for inner in row.runs:
-                    path = row.planned.module if row.planned is not None else ""
-                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), path)
+                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), row.module)
         for row in reversed(rows):  # from readers back to what they read
             if row.name not in self._known:
                 self._known[row.name] = self._beside(row, readers.get(row.name, ()))
 
     def of(self, row: Row) -> int:
         return self._known[row.name]
-
-    def _planned(self, row: Row) -> int:
-        return self._path(row.name.rpartition("/")[0], row.planned.module if row.planned is not None else "")
 
     def _path(self, graph: str, module: str) -> int:
         number, runner = self._around.get(graph, (0, ""))
@@ -361,30 +344,26 @@ class _Homes:
 
 SCRIPTS = (
     "viz-standalone.js",
-    *(
-        "words.js",
-        "repeats.js",
-        "model.js",
-        "heat.js",
-        "box.js",
-        "layout.js",
-        "drawing.js",
-        "viewport.js",
-        "minimap.js",
-    ),
-    *(
-        "picture.js",
-        "elements.js",
-        "panel.js",
-        "tables.js",
-        "tabs.js",
-        "search.js",
-        "head.js",
-        "marks.js",
-        "keyboard.js",
-        "address.js",
-        "page.js",
-    ),
+    "words.js",
+    "repeats.js",
+    "model.js",
+    "heat.js",
+    "box.js",
+    "layout.js",
+    "drawing.js",
+    "viewport.js",
+    "minimap.js",
+    "picture.js",
+    "elements.js",
+    "panel.js",
+    "tables.js",
+    "tabs.js",
+    "search.js",
+    "head.js",
+    "marks.js",
+    "keyboard.js",
+    "address.js",
+    "page.js",
 )
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -413,8 +392,9 @@ def render_html(
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison, facts, against)
+    name = facts.name if facts is not None and facts.name else "autocastfx"
     parts = {
-        "title": html.escape(f"{_name(facts)}: {views[data['shown']].variant}"),
+        "title": html.escape(f"{name}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
         "style": style,
         "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # "--" would end a comment
@@ -422,10 +402,6 @@ def render_html(
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     return _PLACE.sub(lambda place: parts[place[1]], asset("page.html"))
-
-
-def _name(facts: ModelFacts | None) -> str:
-    return facts.name if facts is not None and facts.name else "autocastfx"
 
 
 def asset(name: str) -> str:

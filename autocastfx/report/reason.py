@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from autocastfx.errors import listed
 from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, proposed_list
 from autocastfx.report.text import reads_low
 from autocastfx.report.view import Row
@@ -106,7 +107,7 @@ class Reasons:
 
     def _around(self, names: Sequence[str]) -> str:
         said = [f"{name} ({_kind(self._rows[name])})" for name in names]
-        return ", ".join(said[:6]) + (f" and {len(said) - 6} more" if len(said) > 6 else "") if said else "nothing"
+        return listed(said, 6) or "nothing"
 
     def _behind_casts(self, row: Row) -> list[str]:
         """The values that a node reads; of a cast that the conversion made, the value before it."""

@@ -7,9 +7,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from autocastfx.errors import ArgumentError
+from autocastfx.errors import ArgumentError, listed
+from autocastfx.graph.cell import shortened
+from autocastfx.graph.node import path_and_around
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.float8 import Product
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
@@ -46,11 +47,11 @@ class Column:
     least: int = _LEAST
     is_path: bool = False
 
-    def shortened(self, text: str, room: int, *, from_end: bool = False) -> str:
+    def shortened(self, text: str, room: int) -> str:
         """Return a cell's text, or as much of it as there is room for."""
         if self.is_path and len(text) > room:
             return _shorter_path(text, room)
-        return shortened(text, room, from_end=from_end or self.from_end)
+        return shortened(text, room, from_end=self.from_end)
 
     def needs(self, cells: Sequence[str]) -> int:
         """Return the least width of a column that has these cells."""
@@ -106,17 +107,15 @@ def _line(
 
 def _fitting(natural: Sequence[int], columns: Sequence[Column], leasts: Sequence[int], room: int) -> list[int]:
     """Return widths whose sum is at most ``room``, where that can be: the largest are cut to one level."""
-    for kept in (leasts, [column.least for column in columns]):
-        for level in range(max(natural), _LEAST, -1):
-            cut = [max(least, int(level * c.weight)) for least, c in zip(kept, columns, strict=True)]
-            widths = list(map(min, natural, cut))
-            if sum(widths) <= room:
-                break
-        else:
-            continue
-        break
-    else:
-        return [min(width, column.least) for width, column in zip(natural, columns, strict=True)]
+    shortest = [column.least for column in columns]
+    cuts = (
+        [min(width, max(least, int(level * c.weight))) for width, least, c in zip(natural, kept, columns, strict=True)]
+        for kept in (leasts, shortest)
+        for level in range(max(natural), _LEAST, -1)
+    )
+    widths = next((cut for cut in cuts if sum(cut) <= room), None)
+    if widths is None:
+        return list(map(min, natural, shortest))
     for i, width in enumerate(natural):  # what the level leaves over goes to the first that are cut
         extra = min(width - widths[i], room - sum(widths))
         widths[i] += min(extra, 1)
@@ -150,20 +149,6 @@ def _elided(parts: Sequence[str], kept: Sequence[bool]) -> str:
     """Return a path with an ellipsis for each run of names that are not kept."""
     shown = [part if keeps else "…" for part, keeps in zip(parts, kept, strict=True)]
     return ".".join(one for i, one in enumerate(shown) if one != "…" or i == 0 or shown[i - 1] != "…")
-
-
-def shortened(text: str, room: int, *, from_end: bool = False) -> str:
-    """Return ``text``, or as much of it as there is ``room`` for, with an ellipsis for what is left out.
-
-    Args:
-        text: one line.
-        room: the most characters, at least 1.
-        from_end: leave out the end, not the middle.
-    """
-    if len(text) <= room:
-        return text
-    tail = 0 if from_end else (room - 1) // 2
-    return f"{text[: room - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def wrapped(text: str, width: int | None, indent: str) -> list[str]:
@@ -235,8 +220,7 @@ def _value(cast: Row, reader: Row, known: dict[str, Row]) -> str:
     value = cast.cast.value if cast.cast is not None else cast.copy.parameter if cast.copy is not None else ""
     row = known.get(value)
     path = row.op if row is not None and row.kind in _HELD else value.rpartition("/")[2]
-    module = f"{reader.planned.module}." if reader.planned is not None else ""
-    return path.removeprefix(module) if module != "." else path
+    return path.removeprefix(f"{reader.module}.") if reader.module else path
 
 
 def _read(read: Row, reader: Row, known: dict[str, Row]) -> str:
@@ -273,29 +257,23 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
         first = casts[row.name].first if row.name in casts else 0
         counts = Counter({"nodes": 1, str(row.precision): 1} if row.kind == "op" else {}) + Counter({"casts": first})
         if counts:
-            module = (row.planned.module if row.planned is not None else "") or "(root)"
+            module = row.module or "(root)"
             by_op.setdefault(row.op or row.kind, Counter()).update(counts)
             by_module.setdefault(module, Counter()).update(counts)
             nodes.setdefault(module, []).extend([row.planned] if row.planned is not None else [])
     shown = [str(p) for p in Precision if any(counts[str(p)] for counts in by_op.values())]
     titles = ["nodes", *shown, "casts"]
-    ops = [(op, _numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
+    ops = [(op, *_numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
     modules = [
-        (path, (f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths)))
+        (path, f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths))
         for path, paths, numbers in _alike(by_module, titles)
     ]
-    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
-    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for _, cells in modules) else []
+    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, *_ in modules) else []
+    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for cells in modules) else []
     return [
-        _table("op", titles, ops, width),
-        [*_table("module", ["modules", *titles, "error"], modules, width), *legend],
+        aligned(list(map(Column, ("op", *titles))), ops, width),
+        [*aligned(list(map(Column, ("module", "modules", *titles, "error"))), modules, width), *legend],
     ]
-
-
-def _table(
-    first: str, titles: Sequence[str], lines: Iterable[tuple[str, tuple[str, ...]]], width: int | None
-) -> list[str]:
-    return aligned([Column(first), *map(Column, titles)], [(name, *numbers) for name, numbers in lines], width)
 
 
 def _numbers(counts: Counter[str], titles: Sequence[str]) -> tuple[str, ...]:
@@ -343,7 +321,7 @@ def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> No
             hint = nearest(only, {*words, *ops})
             raise ArgumentError(f"only is {', '.join(words)} or an op of the model, not {only!r}{hint}")
     if module is not None:
-        paths = {path for row in planned for path in _around(row)}
+        paths = {path for row in planned for path in path_and_around(row.module)}
         try:
             module_pattern(module)
         except ValueError as error:
@@ -367,7 +345,7 @@ def selected(rows: Sequence[Row], only: str | None = None, module: str | None = 
     return tuple(
         row
         for row in rows
-        if (rule is None or (row.planned is not None and any(map(rule.covers, _around(row)))))
+        if (rule is None or (row.planned is not None and any(map(rule.covers, path_and_around(row.module)))))
         and (not casts.isdisjoint(row.reads) if only == _CASTS else only in (None, *_words(row)))
     )
 
@@ -378,13 +356,6 @@ def _words(row: Row) -> Iterator[str]:
         yield str(row.precision)
         if row.precision is not Precision.CAPTURED:  # where nothing is at stake, nothing was decided
             yield str(row.planned.decision.category)
-
-
-def _around(row: Row) -> Iterator[str]:
-    """The path of the root, of the modules around a node, and of its own."""
-    yield ""
-    if row.planned is not None and row.planned.module:
-        yield from accumulate(row.planned.module.split("."), "{}.{}".format)
 
 
 # Options of the text format of ``dump``.
@@ -603,17 +574,17 @@ def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[s
     if row.planned is None:
         return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
     error = error_cell(row.planned.error)
-    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
+    return name, row.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
 
 
 def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     name = _name(row)
     if row.cast is not None:
         saturates = ", saturating" if row.cast.saturates else ""
-        words = f"of {row.cast.value} for {_listed(row.cast.readers)}{saturates}"
+        words = f"of {row.cast.value} for {listed(row.cast.readers, _MOST_READERS) or 'nothing'}{saturates}"
         return name, "cast", "", row.dtype, _shape(row), words
     if row.copy is not None:
-        words = f"of {row.copy.parameter} for {_listed(row.copy.readers)}"
+        words = f"of {row.copy.parameter} for {listed(row.copy.readers, _MOST_READERS) or 'nothing'}"
         return name, "working copy", "", row.dtype, _shape(row), words
     if row.mark is not None:
         return name, row.op, "", row.dtype, _shape(row), _of_mark(row)
@@ -623,7 +594,7 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
         return name, row.kind, row.op, row.dtype, _shape(row), "", "", ""
     if row.planned is None:
         return name, row.op, "", "", _shape(row), "", "", "not in the plan"
-    place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
+    place = (row.module or "(root)", row.dtype, _shape(row), row.precisions)
     why = _why(row, notes) + (f"; {reads_low(row)}" if row.low_reads else "")
     return name, row.op, *place, error_cell(row.planned.error), why
 
@@ -651,11 +622,6 @@ def _why(row: Row, notes: _Notes) -> str:
     words = " ".join([category, *(f"[{number}]" for number in numbers)])
     says_more = cause.why not in (Why.FEWEST_BYTES, Why.AS_CAPTURED) and cause.why.value != category
     return f"{words}: {cause}" if says_more else words
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_READERS
-    return ", ".join(names[:_MOST_READERS]) + (f" and {rest} more" if rest > 0 else "") or "nothing"
 
 
 class _Notes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import fx, nn
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import Source
 from autocastfx.graph.alias import moves
+from autocastfx.graph.cell import shortened
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
     Held,
@@ -39,16 +39,15 @@ from autocastfx.plan.plan import (
     PlannedCopy,
     PlannedNode,
     PlannedQuantized,
-    PlannedSaved,
     Precision,
 )
 from autocastfx.plan.ranges import Key
 from autocastfx.plan.sensitivity import Effect, Sensitivity
-from autocastfx.report.lint.roofline import ProductFlops
+from autocastfx.report.lint.roofline import ProductFlops, bytes_of
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
-# Write the shapes of a graph's values, and count their bytes.
+# Write the shapes of a graph's values.
 
 Values = tuple[torch.Tensor, ...]
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
@@ -121,11 +120,6 @@ def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str 
             yield from captured_values(part.graph, attributes_of(part, part.graph), f"{prefix}{target}/")
 
 
-def bytes_of(values: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of all elements, for the sizes of the example inputs. A size that depends on data counts as 1."""
-    return sum(math.prod(example_size(size) for size in value.shape) * value.element_size() for value in values)
-
-
 def _sizes(values: Values) -> list[list[Any]]:
     return [[example_size(size) for size in value.shape] for value in values]
 
@@ -143,7 +137,8 @@ def attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
     if node.op != "call_function":
         return ()
     return tuple(
-        (f"argument {name}" if name.isdecimal() else name, _cut(_text(setting))) for name, setting in settings(node)
+        (f"argument {name}" if name.isdecimal() else name, shortened(_text(setting), _LONGEST_TEXT, from_end=True))
+        for name, setting in settings(node)
     )
 
 
@@ -153,10 +148,6 @@ def _text(setting: Any) -> str:
     if isinstance(setting, torch.dtype):
         return dtype_name(setting)
     return setting.name if isinstance(setting, fx.Node) else repr(setting)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
 
 # Say what a measured sensitivity predicts for a node of a plan, and for the plan.
@@ -183,8 +174,7 @@ class PredictedError:
         """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
         is_low = node.placement.run is Precision.LOW
         if node.error is not None:
-            in_float8 = node.float8 is not None and node.float8.products != ()
-            what = "16 bits and float8" if in_float8 and node.float8 and node.float8.errors else "16 bits"
+            what = "16 bits and float8" if node.products and node.float8 and node.float8.errors else "16 bits"
             subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
             yield f"{subject} the {self.of} by {node.error:.1e}."
         effect = self.effects.get((node.name, node.op, node.module))
@@ -209,11 +199,6 @@ def float8_clauses(node: PlannedNode, quantized: Iterable[PlannedQuantized]) -> 
         others = [name for name in one.readers if name != node.name]
         does = f", as {', '.join(others)} {'do' if len(others) > 1 else 'does'}" if others else ""
         yield f"reads {one.name}: {one.value} by {one.layout}{does}"
-
-
-def saved_clauses(node: PlannedNode, saved: Iterable[PlannedSaved]) -> Iterator[str]:
-    """Yield how what a node gives is kept for backward, if a list has rules on it."""
-    yield from (str(one) for one in saved if one.name == node.name)
 
 
 # Find the source line that made a node in the stack trace that capture recorded.
@@ -306,6 +291,11 @@ class Row:
     flops: int = 0
 
     @property
+    def module(self) -> str:
+        """The path of the module of a planned node; empty for the root, and for every other row."""
+        return self.planned.module if self.planned is not None else ""
+
+    @property
     def precision(self) -> Precision:
         """The precision that an op runs in; ``captured`` for every other row."""
         return self.planned.placement.run if self.planned is not None else Precision.CAPTURED
@@ -315,9 +305,7 @@ class Row:
         """The precision that an op runs in, in words, with that of its storage where it is another."""
         if self.planned is None:
             return ""
-        run, store = self.planned.placement.run, self.planned.placement.store
-        in_float8 = ", float8" if self.planned.float8 is not None and self.planned.float8.products else ""
-        return (str(run) if run is store else f"{run}, stored {store}") + in_float8
+        return str(self.planned.placement) + (", float8" if self.planned.products else "")
 
     @property
     def float8(self) -> str:
@@ -402,12 +390,11 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
         variant: the converted graph.
         words: a description of the variant.
     """
-    plan = variant.plan
     captured = variant.captured
     values = dict(captured_values(captured.graph, captured.attributes)) if captured is not None else {}
-    join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"], values)
-    rows = tuple(_with_removed(_with_low_reads(join.rows(owner, variant.graph, variant.code, ""), plan), plan))
-    return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
+    inputs = [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"]
+    joined = _Join(variant.plan, inputs, values).view(owner, variant.graph, variant.code, words)
+    return replace(joined, mode=variant.mode, call=str(variant.structure), sizes=str(variant.guard))
 
 
 def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
@@ -419,24 +406,25 @@ def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
         words: a description of it.
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
-    join = _Join(plan, inputs, {})
-    rows = tuple(_with_removed(_with_low_reads(join.rows(module, module.graph, module.code, ""), plan), plan))
-    return View(plan, words, rows, codes=join.codes)
+    return _Join(plan, inputs, {}).view(module, module.graph, module.code, words)
 
 
 class _Join:
     """Makes rows, and collects the code of each graph."""
 
     def __init__(self, plan: Plan, inputs: Sequence[torch.dtype | None], captured: Mapping[str, Values]) -> None:
-        self.low = plan.low
+        self.plan = plan
         self.nodes = {n.name: n for n in plan.nodes}
         self.casts = {c.name: c for c in plan.casts}
         self.copies = {c.name: c for c in plan.copies}
         self.inputs = iter(inputs)
         self.shapes = Shapes(plan, captured)
-        self.is_draft = plan.unverified  # its values are stand-ins of one element
         self.codes: dict[str, str] = {}
         self.flops = ProductFlops()
+
+    def view(self, owner: nn.Module, graph: fx.Graph, code: str, words: str) -> View:
+        rows = tuple(_with_low_reads(self.rows(owner, graph, code, ""), self.plan.low))
+        return View(self.plan, words, tuple(_with_removed(rows, self.plan)), codes=self.codes)
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = code
@@ -446,7 +434,7 @@ class _Join:
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
             if node.op == "placeholder":
                 dtype = None if prefix else next(self.inputs, None)
-                said = _name(dtype) if dtype is not None else ""
+                said = dtype_name(dtype) if dtype is not None else ""
                 row = Row(name, "input", dtype=said, depth=depth)
                 if (held := Held.of(node)) is not None:  # torch.compile passes in what the model holds
                     row = replace(row, kind=held.kind, op=held.path)
@@ -471,7 +459,7 @@ class _Join:
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 
     def _values(self, node: fx.Node) -> Values:
-        return () if self.is_draft else tensors(node)
+        return () if self.plan.unverified else tensors(node)  # a draft's are stand-ins of one element
 
     def _sized(self, row: Row, values: Values) -> Row:
         return replace(row, shape=self.shapes.of(row.name, values), bytes=bytes_of(values))
@@ -483,7 +471,7 @@ class _Join:
     def _row(self, node: fx.Node, name: str) -> Row:
         planned, cast, mark = self.nodes.get(name), self.casts.get(name), origin(node)
         if cast is not None:
-            change = f"{self.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
+            change = f"{self.plan.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
             return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
         if (copy := self.copies.get(name)) is not None:
             return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
@@ -491,19 +479,16 @@ class _Join:
         row = Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
         if row.kind != "op" or row.is_own_cast or not moves(node):
             return row
-        return replace(row, computes=True, flops=0 if self.is_draft else self.flops.of(node))
+        return replace(row, computes=True, flops=0 if self.plan.unverified else self.flops.of(node))
 
 
-def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:
-    marked: list[Row] = []
+def _with_low_reads(rows: Iterable[Row], low: str) -> Iterator[Row]:
     dtypes: dict[str, str] = {}
     for row in rows:
         dtypes[row.name] = row.dtype.rpartition(" → ")[2]
-        low: tuple[str, ...] = ()
         if row.precision is Precision.FLOAT32 and row.planned is not None and row.planned.placement.as_stored:
-            low = tuple(name for name in row.reads if dtypes.get(name) == plan.low)
-        marked.append(replace(row, low_reads=low))
-    return marked
+            row = replace(row, low_reads=tuple(name for name in row.reads if dtypes.get(name) == low))
+        yield row
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
@@ -535,8 +520,8 @@ def _attribute(value: object, target: str, prefix: str) -> tuple[str, str]:
     if not isinstance(value, torch.Tensor):
         return ("sub-graph" if isinstance(value, nn.Module) else "constant"), ""
     if isinstance(value, nn.Parameter):
-        return "parameter", _name(value.dtype)
-    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), _name(value.dtype)
+        return "parameter", dtype_name(value.dtype)
+    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), dtype_name(value.dtype)
 
 
 def _change(planned: PlannedNode | None) -> str:
@@ -550,7 +535,3 @@ def _counted(dtypes: str) -> str:
     """Shorten ``float32,float32,int64`` to ``float32 x 2,int64``."""
     runs = [(name, len(list(same))) for name, same in groupby(dtypes.split(","))]
     return ",".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return dtype_name(dtype)

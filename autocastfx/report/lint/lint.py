@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError
+from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError, listed
+from autocastfx.graph.cell import aligned
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
 from autocastfx.graph.walk import Located, walk
@@ -155,7 +156,7 @@ class Lint:
             yield f"sizes of products in {self.low} that are no multiple of 8, those of weights first:"
             rows = list(self._odd_rows())
             titles = ("size", "is", "padded", "wasted", "given by", "node", "op", "module", "of the time")
-            yield from _table([titles, *rows[:_MOST_SIZES]])
+            yield from aligned([titles, *rows[:_MOST_SIZES]])
             if len(rows) > _MOST_SIZES:
                 yield f"and {len(rows) - _MOST_SIZES} more"
             yield "given by: a weight, which is the model's choice; input: each call's; activation: computed, always so"
@@ -163,9 +164,9 @@ class Lint:
             padded = (
                 f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
             )
-            yield f"float8 takes multiples of {MULTIPLE}; pad {_listed(list(padded))}"
+            yield f"float8 takes multiples of {MULTIPLE}; pad {listed(list(padded), _MOST)}"
         if self.float32_products:
-            yield f"products that stay in float32, without tensor cores: {_listed(self.float32_products)}"
+            yield f"products that stay in float32, without tensor cores: {listed(self.float32_products, _MOST)}"
 
     def _odd_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield a row per odd size, weights first, then by share of the time; equal sizes share a row."""
@@ -180,7 +181,7 @@ class Lint:
     def _times(self) -> Iterator[str]:
         yield "least time of one forward pass, estimated: max(FLOP / peak, bytes / bandwidth) of each op, added up"
         rows = [_of_total("as captured, float32", self.before), _of_total("as converted", self.after)]
-        yield from _table([("", "all", "products", "share"), *rows])
+        yield from aligned([("", "all", "products", "share"), *rows])
         faster = self.before.in_products / self.after.in_products if self.after.in_products else 1.0
         share = self.before.share
         yield f"speed-up: {self.speedup:.2f}; of the products alone: {faster:.2f}"
@@ -198,13 +199,13 @@ class Lint:
         )
         ranked = sorted(self.ops, key=lambda op: -op.seconds)
         titles = ("node", "op", "module", "reads", "FLOP", "bytes", "FLOP/byte", "bound", "time")
-        yield from _table([titles, *(_of_op(op) for op in ranked[:_MOST])])
+        yield from aligned([titles, *(_of_op(op) for op in ranked[:_MOST])])
         if len(ranked) > _MOST:
             rest = sum(op.seconds for op in ranked[_MOST:])
             yield f"{len(ranked) - _MOST} more ops and casts: {_time(rest)}"
         yield _UNSEEN
         if self.uncounted:
-            yield f"FLOP not known of: {_listed(self.uncounted)}"
+            yield f"FLOP not known of: {listed(self.uncounted, _MOST)}"
 
 
 def _of_sizes(odds: Sequence[OddSize]) -> tuple[str, ...]:
@@ -239,16 +240,6 @@ def _time(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     """Find sizes that tensor cores would have to pad, and estimate the time of a forward pass on a GPU.
 
@@ -276,7 +267,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
     plan, graph = amp_model.plan, amp_model.graph
     _check(plan, rates)
-    captured = next(variant for variant in amp_model._shown if variant.graph is graph).captured
+    captured = amp_model._active.captured
     if captured is None:
         raise UnsupportedError(
             'lint compares with the float32 graph, which an unpickled model and weights="low" do not keep: convert the '

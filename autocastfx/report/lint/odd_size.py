@@ -62,16 +62,16 @@ def sizes_of(located: Located) -> tuple[Size, ...]:
 
     Sizes that depend on data are left out.
     """
-    return tuple(size for size in _sizes(located, op_name(located.node)) if size is not None)
-
-
-def _sizes(located: Located, op: str) -> Iterator[Size | None]:
+    op = op_name(located.node)
     if op in _MATRICES:
-        yield from _of_product(located, *_MATRICES[op])
+        sizes = _of_product(located, *_MATRICES[op])
     elif op in (*_CONVOLUTIONS, *_TRANSPOSED):
-        yield from _of_convolution(located, op)
+        sizes = _of_convolution(located, op)
     elif op == "scaled_dot_product_attention":
-        yield from _of_attention(located)
+        sizes = _of_attention(located)
+    else:
+        return ()
+    return tuple(size for size in sizes if size is not None)
 
 
 def _of_product(located: Located, left_name: str, right_name: str, transposed: bool) -> Iterator[Size | None]:

@@ -190,15 +190,16 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:
-    written = sum(map(_size, tensors(node)))
+    written = bytes_of(tensors(node))
     if op_name(node) in _GATHERS:
         read = [t for t in read if not t.is_floating_point()]
-        return 2 * written + sum(map(_size, read))
-    return sum(map(_size, read)) + written
+        return 2 * written + bytes_of(read)
+    return bytes_of(read) + written
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return math.prod(map(example_size, tensor.shape)) * tensor.itemsize
+def bytes_of(values: Iterable[torch.Tensor]) -> int:
+    """Count the bytes of all elements, for the sizes of the example inputs. A size that depends on data counts as 1."""
+    return sum(math.prod(map(example_size, value.shape)) * value.itemsize for value in values)
 
 
 def _flops(node: fx.Node) -> int | None:
