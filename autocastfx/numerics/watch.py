@@ -34,7 +34,6 @@ from autocastfx.training.optimizer import LossScalingOptimizer
 # The rows of a watch, and its report as text.
 
 
-
 @dataclass(frozen=True)
 class WatchedNode:
     """The values of a node in all observed calls.
