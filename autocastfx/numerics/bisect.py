@@ -24,7 +24,7 @@ from autocastfx.graph.node import attributes_of
 from autocastfx.graph.walk import walk
 from autocastfx.numerics.compare import repeatable
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
-from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error, rules_over
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.comparison import Deviation
 from autocastfx.report.lint.roofline import work_of
@@ -39,7 +39,8 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 class OpInModule:
     """An op inside a module: all its nodes there, which one rule of an op list covers.
 
-    At the root ``module`` is empty; the rule is then one for the op in all modules.
+    At the root ``module`` is empty. The rule is then one for the op in all modules, unless a narrower one decides
+    there.
     """
 
     module: str
@@ -284,7 +285,7 @@ def bisect(
 
     Raises:
         TypeError: ``metric`` cannot be called, or ``tolerance`` is not a number.
-        ValueError: ``tolerance`` is not finite.
+        ValueError: ``tolerance`` is not finite, or a ``plan`` is given.
         BisectError: the metric does not hold even with all places in float32.
         EvaluationsError: ``state`` is not a file of this search.
         NodeError: a node raises with the example inputs.
@@ -294,11 +295,13 @@ def bisect(
         raise ArgumentTypeError(f"metric is a function of the converted model, not {metric!r}")
     if not math.isfinite(tolerance):
         raise ArgumentError(f"tolerance is a finite number, not {tolerance!r}")
+    if options.get("plan") is not None:
+        raise ArgumentError("bisect searches rules of an op list, over which a plan wins: leave plan out.")
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
 
     def make(places: Sequence[OpInModule]) -> AmpModule:
-        rules = op_list_of(places) if places else OpList()
+        rules = op_list_of(places, first.plan) if places else OpList()
         again = convert_again(first, rules)
         if again is not None:
             return again
@@ -316,11 +319,12 @@ def bisect(
     evaluations = Evaluations.of(
         Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
     )
-    return _Search(make, metric, evaluations, report).run(places, order, tolerance)
+    return _Search(plan, make, metric, evaluations, report).run(places, order, tolerance)
 
 
 @dataclass
 class _Search:
+    plan: Plan
     make: Callable[[Sequence[OpInModule]], AmpModule]
     metric: Metric
     evaluations: Evaluations
@@ -352,7 +356,7 @@ class _Search:
             now = self.measure(kept, 0)
         ordered = tuple(place for place in places if place in kept)
         reason = f"found by bisection: {now:.4g} with this list, {low:.4g} without, where {tolerance:.4g} is tolerated"
-        return Bisection(ordered, now, low, wide, self.made, op_list_of(ordered, reason))
+        return Bisection(ordered, now, low, wide, self.made, op_list_of(ordered, self.plan, reason))
 
     def measure(self, places: tuple[OpInModule, ...], left: int) -> float:
         key = " ".join(sorted(map(str, places)))
@@ -364,17 +368,18 @@ class _Search:
         return self.evaluations.known[key]
 
 
-def op_list_of(places: Sequence[OpInModule], reason: str = "tried by bisection") -> OpList:
+def op_list_of(places: Sequence[OpInModule], plan: Plan, reason: str = "tried by bisection") -> OpList:
     """Make an op list that runs the places in float32.
 
     Args:
         places: ops inside modules.
+        plan: without the list.
         reason: the reason of the rules.
     """
-    by_module: dict[str, list[str]] = {}
-    for place in places:
-        by_module.setdefault(place.module, []).append(place.op)
-    root = by_module.pop("", [])
-    deny = [{"reason": reason, "ops": root}] if root else []
-    modules = [{"path": path, "category": "float32", "ops": ops, "reason": reason} for path, ops in by_module.items()]
-    return OpList.of({"deny": deny, "modules": modules}, name="bisection")
+    low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
+    root, modules = rules_over(node for node in low if OpInModule(node.module, node.op) in places)
+    rules = [
+        {"path": path, "category": "float32", "ops": ops, "reason": reason, **({"devices": device} if device else {})}
+        for (path, device), ops in modules.items()
+    ]
+    return OpList.of({"deny": [{"reason": reason, "ops": root}] if root else [], "modules": rules}, name="bisection")

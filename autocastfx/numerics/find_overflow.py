@@ -19,7 +19,7 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_cast, module_path, stack_trace, uncast
 from autocastfx.numerics.mended_run import MendedRun
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
-from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, op_list_for
+from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, line_of, op_list_for
 from autocastfx.policy.rule import Category
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
@@ -253,9 +253,10 @@ class _Search:
         fix = op_list_for(list({entry.name: entry for fault in helped for entry in fault.guilty}.values()))
         told = set(self.faults[0].names)
         more = dict.fromkeys(name for fault in self.faults for name in fault.names if name not in told)
-        left = {name for fault in self.faults if fault not in helped for name in fault.names}
-        advice = first.advice
-        if fix and not first.fix:
+        lines = _in_plan([entry for fault in self.faults for entry in fault.guilty])
+        left = {name for fault in self.faults if fault not in helped for name in fault.names} if not lines else set()
+        advice = lines or first.advice
+        if fix and (lines or not first.fix):
             advice = f"{advice} For the others, add this to your op list:"
         return replace(
             first,
@@ -427,6 +428,13 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     )
 
 
+def _in_plan(entries: Sequence[PlannedNode]) -> str:
+    """Say which lines of the plan given to ``convert`` to edit; empty if it decides none of the nodes."""
+    lines = {entry.name: line for entry in entries if (line := line_of(entry)) is not None}
+    said = ", ".join(f"{line} ({name})" for name, line in lines.items())
+    return f"set run to float32 in the plan given to convert, at {said}." if lines else ""
+
+
 def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: fx.Node) -> str:
     if isinstance(node.target, HigherOrderOperator):
         return "it holds sub-graphs, which are not looked into: call what they compute by itself, and look there."
@@ -436,4 +444,4 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: 
         return 'its float32 result is stored in 16 bits: convert(fold="none"), or scale it in the model.'
     if fix:
         return "add this to your op list:"
-    return "scale the values in the model, or convert to torch.bfloat16."
+    return _in_plan(guilty) or "scale the values in the model, or convert to torch.bfloat16."

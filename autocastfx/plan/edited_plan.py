@@ -193,6 +193,8 @@ class Obeyed:
                 placed[node] = usual
             else:
                 decided[node] = self.pinned[node]
+            if line.run or line.store or line.category:
+                decided[node] = replace(decided[node], rule=line.source)
         return decided, placed
 
 

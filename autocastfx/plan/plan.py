@@ -250,12 +250,15 @@ NO_SOURCE = KeyPath("list")  # of one by a rule that was made in Python, with no
 class Decision:
     """The category that a list or a forced rule gives a node, with the reason.
 
-    ``source`` is the place of the list's rule, printed as ``file:line:column``, or the forced rule.
+    ``source`` is the place of the list's rule, printed as ``file:line:column``, or the forced rule. ``rule`` is the
+    list's, or the place of a line in the plan given to ``convert``, over which no list wins; None where a category was
+    forced, and in a plan read from a text.
     """
 
     category: Category
     reason: str
     source: TextPlace | Forced
+    rule: Rule | ModuleRule | TextPlace | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.category}, {self.reason or 'no reason given'} ({self.source})"
@@ -483,7 +486,7 @@ class Plan:
         """This plan as JSON text; :meth:`from_json` reads it back."""
         data: dict[str, Any] = {"version": _VERSION, **plain_data(self, _WRITTEN)}
         for node in data["nodes"]:
-            del node["effect"]
+            del node["effect"], node["decision"]["rule"]
         for record in (data, *data["nodes"]):
             for key in ("error", "float8", "quantized", "saved"):  # as in plans of earlier versions
                 if record.get(key, False) in (None, []):
@@ -569,18 +572,44 @@ def proposed_list(nodes: Sequence[PlannedNode], category: str) -> str:
     Returns:
         The text of an op list, which ends with a newline; empty for no nodes.
     """
-    if not nodes:
-        return ""
-    ops = list(dict.fromkeys(node.op for node in nodes if not node.module))
-    modules: dict[str, dict[str, None]] = {}
-    for node in (n for n in nodes if n.module):
-        modules.setdefault(node.module, {})[node.op] = None
+    ops, modules = rules_over(nodes)
     lines = [f"{'deny' if category == 'float32' else 'allow'}: [{', '.join(ops)}]"] if ops else []
     lines += ["modules:"] if modules else []
-    lines += [
-        f'  - {{path: "{path}", category: {category}, ops: [{", ".join(names)}]}}' for path, names in modules.items()
-    ]
-    return "\n".join(lines) + "\n"
+    for (path, device), names in modules.items():
+        on = f", devices: {device}" if device else ""
+        lines.append(f'  - {{path: "{path}", category: {category}, ops: [{", ".join(names)}]{on}}}')
+    return "".join(f"{line}\n" for line in lines)
+
+
+def rules_over(nodes: Iterable[PlannedNode]) -> tuple[tuple[str, ...], Mapping[tuple[str, str], tuple[str, ...]]]:
+    """Find the rules that win over those which decide ``nodes``.
+
+    Returns:
+        The ops of nodes at the root for which rules for the op alone do; and by the path and the device of a rule for
+        modules, the ops of the others. The path of the root is ``re:^$``.
+    """
+    ops: dict[str, None] = {}
+    modules: dict[tuple[str, str], dict[str, None]] = {}
+    for node in nodes:
+        if node.module or is_narrow(node):
+            rule = node.decision.rule
+            key = node.module or "re:^$", rule.device if isinstance(rule, ModuleRule) else ""
+            modules.setdefault(key, {})[node.op] = None
+        else:
+            ops[node.op] = None
+    alone = (op for op in ops if op not in modules.get(("re:^$", ""), ()))
+    return tuple(alone), {key: tuple(names) for key, names in modules.items()}
+
+
+def is_narrow(node: PlannedNode) -> bool:
+    """True if the rule that decides ``node`` wins over one for its op alone.
+
+    It is one for modules, for the class of a module or an overload, or has conditions or a device.
+    """
+    rule = node.decision.rule
+    if not isinstance(rule, Rule):
+        return isinstance(rule, ModuleRule)
+    return bool(rule.when or rule.device or (rule.op != node.op and "." in rule.op))
 
 
 # The predicted error that several nodes of a plan make together.
@@ -636,7 +665,15 @@ def op_list_for(entries: Sequence[PlannedNode]) -> str:
     low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because.why is not Why.FOLDED]
     if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
         return ""
+    if any(line_of(entry) is not None for entry in entries):
+        return ""
     return proposed_list(low, "float32")
+
+
+def line_of(node: PlannedNode) -> TextPlace | None:
+    """The place of the line of ``node`` in the plan given to ``convert``, if that decides."""
+    rule = node.decision.rule
+    return None if isinstance(rule, (Rule, ModuleRule)) else rule
 
 
 # The decision that an op list alone gives a node, and the error of an op that it bans.
@@ -646,7 +683,7 @@ def decision_by_list(op_list: OpList, rule: Rule | ModuleRule | None) -> Decisio
     """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
     if rule is None:
         return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
-    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
+    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE, rule)
 
 
 def refuse_banned(node: fx.Node, decision: Decision) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autocastfx.errors import listed
-from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, proposed_list
+from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, is_narrow, line_of, proposed_list
 from autocastfx.report.text import reads_low
 from autocastfx.report.view import Row
 
@@ -81,7 +81,8 @@ class Reasons:
     def _op_list(self, node: PlannedNode) -> str:
         why = node.placement.because.why
         is_part = node.op == "getitem" or not node.dtype  # of what another op gives
-        if is_part or isinstance(node.decision.source, Forced) or why in (Why.SHARES_STORAGE, Why.FOLDED):
+        is_forced = isinstance(node.decision.source, Forced) or line_of(node) is not None
+        if is_part or is_forced or why in (Why.SHARES_STORAGE, Why.FOLDED):
             return ""
         return proposed_list([node], "low" if node.placement.run is Precision.FLOAT32 else "float32")
 
@@ -138,22 +139,26 @@ class Reasons:
         return graph
 
     def _advice(self, node: PlannedNode) -> str:
-        source, cause = node.decision.source, self._cause(node)
+        source, cause, line = node.decision.source, self._cause(node), line_of(node)
         wanted = "float32" if node.placement.run is Precision.LOW else "low"
         ways = [f"set run to {wanted} in an edited plan, convert(plan=...)"]
-        if node.module:
+        if node.module and not is_narrow(node):
             ways.insert(0, f"under modules the rule {{path: {node.module}, category: {wanted}}}")
         if isinstance(source, Forced):
             return _ADVICE[source]
         if node.placement.because.why is Why.SHARES_STORAGE:
             return "give what it writes into 16 bits in the model"
+        if line is not None:
+            return f"set run to {wanted} at {line}, in the plan given to convert"
         if cause is not None and isinstance(cause.decision.source, Forced):
             advice = _ADVICE[cause.decision.source]
             return f"{cause.name} draws it to float32, and {advice}; or {'; or '.join(ways)}"
         if cause is not None:
             ways.insert(0, f"{cause.op}, which draws it to float32, under infer or allow")
-        category = "deny" if wanted == "float32" else "allow"
-        return f"write {node.op} under {category} in a list of your own; or {'; or '.join(ways)}"
+        where = f"{node.op} under {'deny' if wanted == 'float32' else 'allow'}"
+        if is_narrow(node):
+            where = f"under modules the rule {proposed_list([node], wanted).partition('- ')[2].rstrip()}"
+        return f"write {where} in a list of your own; or {'; or '.join(ways)}"
 
 
 def _kind(row: Row) -> str:

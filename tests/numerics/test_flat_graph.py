@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from autocastfx import OpList, compare, convert, find_overflow
@@ -80,7 +81,9 @@ def test_an_overflow_in_a_region_is_named_and_its_rule_mends_it() -> None:
     assert (found.name.rpartition("/")[2], found.op, found.dtype) == ("exp", "exp", "float16")
     assert "/" in found.name
     assert "y = torch.exp(self.first(x) * 2)" in found.line
-    assert found.fix == "deny: [exp]\n"
+    mended = convert(model, (x,), op_list=["default", faulty, OpList.of(yaml.safe_load(found.fix))], dtype="float16")
+    assert find_overflow(mended, x) is None
+    assert mended(x).isfinite().all()
 
 
 def test_branches_stay_whole_and_the_reports_say_so() -> None:
