@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import random
 import weakref
@@ -288,6 +289,20 @@ def test_the_model_the_batches_and_the_random_numbers_stay_as_they_were(training
     assert torch.equal(torch.random.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert all(p.grad is None for p in model.parameters())
+
+
+class Written(nn.Module):
+    def forward(self, whole: Tensor, part: Tensor) -> Tensor:
+        whole.add_(3)
+        return torch.exp(part)
+
+
+def test_inputs_that_share_memory_share_it_in_copies() -> None:
+    whole = torch.zeros(4, 8)
+    found = calibrate(Written(), [(whole, whole[1:])])
+    (exp,) = (value for value in found.values if value.op == "exp")
+    assert exp.largest == pytest.approx(math.exp(3))
+    assert not whole.any()
 
 
 def test_statistics_are_updated_in_copies() -> None:

@@ -44,11 +44,11 @@ class MeasuredGraph:
         May write into ``tensors``, but not into the call's tensors.
         """
         names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
-        inputs = [t.detach() for t in call.tensors]
-        inputs = [t.clone() if n in self.written else t for n, t in zip(names, inputs, strict=True)]
+        given = {n: t.detach() for n, t in zip(names, call.tensors, strict=True)}
+        inputs = {**given, **apart(given, self.written)}
         attributes = {**self.constants, **tensors}
         seen: _Seen = []
-        _measure(self.captured.graph, attributes.__getitem__, seen, "", *inputs)
+        _measure(self.captured.graph, attributes.__getitem__, seen, "", *inputs.values())
         read = read_magnitudes([measured for _, measured in seen])
         return [(key, *reading) for (key, _), reading in zip(seen, read, strict=True)]
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -70,20 +71,6 @@ class SavedChoice:
             f"kept for backward: {self.kept / 1e6:.2f} MB instead of {self.before / 1e6:.2f}; error {self.start:.2e} "
             f"without, predicted {self.predicted:.2e}, measured {self.measured:.2e}"
         )
-
-
-class _Trial:
-    """The form of a value in trials: as computed, unless its group is the one on trial."""
-
-    def __init__(self, group: Group, now: dict[Group, Keep]) -> None:
-        self.group, self.now = group, now
-
-    def form(self) -> Form:
-        return Form(_as_computed, self._unpack)
-
-    def _unpack(self, dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-        keep = self.now.get(self.group)
-        return parts[0] if keep is None else FORMS[keep].unpack(dtype, FORMS[keep].pack(parts[0]))
 
 
 @dataclass
@@ -183,10 +170,15 @@ class SavedSearch:
 
     @contextmanager
     def _on_trial(self, variant: Variant, groups: Mapping[Group, Sequence[PlannedSaved]]) -> Generator[None]:
+        """While open, values are kept as computed, and backward reads those of a group in the form that is on trial."""
         of_group = {one.name: group for group, parts in groups.items() for one in parts}
 
+        def unpack(group: Group, dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
+            keep = self._now.get(group)
+            return parts[0] if keep is None else FORMS[keep].unpack(dtype, FORMS[keep].pack(parts[0]))
+
         def form(one: PlannedSaved) -> Form | None:
-            return _Trial(of_group[one.name], self._now).form() if one.name in of_group else None
+            return Form(_as_computed, partial(unpack, of_group[one.name])) if one.name in of_group else None
 
         variant.compile_graph(form)
         try:

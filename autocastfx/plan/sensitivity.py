@@ -13,7 +13,7 @@ from typing import Any
 
 from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
-from autocastfx.plan.ranges import Key, MeasuredNode, each_once, in_mode
+from autocastfx.plan.ranges import MODES, Key, MeasuredNode, each_once, in_mode
 
 VERSION = 1
 TARGETS = ("gradient", "output")
@@ -236,7 +236,10 @@ class Sensitivity:
             version = data.pop("autocastfx_sensitivity")
             if version != VERSION:
                 raise SensitivityError(f"{file} is version {version!r} of the format, not {VERSION}. Measure again.")
-            return typed_data(cls, data)
+            read = typed_data(cls, data)
+            if others := {effect.mode for effect in read.effects} - set(MODES):
+                raise ValueError(f"a mode is {' or '.join(MODES)}, not {', '.join(map(repr, sorted(others)))}")
+            return read
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise SensitivityError(f"{file} holds no sensitivity, which save writes ({what}). Measure again.") from None

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.errors import ArgumentTypeError, KeyPath, OpListError, Source
+from autocastfx.errors import ArgumentTypeError, KeyPath, OpListError, Source, listed
 from autocastfx.files import write_whole
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
@@ -246,8 +246,7 @@ class OpList:
         said = [f"{name}: {value}" for name, value in settings.items() if value is not None]
         rows = [("category", "rules", "of")] if self.every_rule() else []
         for wanted, subjects in self._by_category().items():
-            more = f" and {len(subjects) - _MOST_NAMED} more" if len(subjects) > _MOST_NAMED else ""
-            rows.append((wanted, str(len(subjects)), ", ".join(subjects[:_MOST_NAMED]) + more))
+            rows.append((wanted, str(len(subjects)), listed(subjects, _MOST_NAMED)))
         return table([f"op list {self.name}", *said], rows, most=len(rows), below="")
 
     def _by_category(self) -> dict[str, list[str]]:
@@ -496,8 +495,8 @@ class Matcher:
     def matching(self, node: fx.Node) -> Iterator[Rule | ModuleRule]:
         """Yield every rule that applies to ``node``, also those that lose to another."""
         for name in self._names(node):
-            for listed in self.op_list.names_of(name):
-                rules = (self.op_list.rules.get(listed), self.op_list.conditional.get((listed, (), self.device)))
+            for alias in self.op_list.names_of(name):
+                rules = (self.op_list.rules.get(alias), self.op_list.conditional.get((alias, (), self.device)))
                 yield from (rule for rule in rules if rule is not None)
         yield from (rule for _, rule in self._conditions(node))
         yield from (rule for _, rule in self._modules(node))

@@ -8,6 +8,7 @@ as without it. Nothing is kept without gradients, or inside of ``torch.func``'s 
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -254,6 +255,12 @@ class _View(NamedTuple):
     offset: int
     whole: tuple[torch.Size, tuple[int, ...]]  # of the value itself
 
+    @classmethod
+    def of(cls, x: Tensor, value: Tensor, kept: Kept) -> _View:
+        """``x``, which shows ``value``, of which ``kept`` is kept."""
+        kept.views += 1
+        return cls(kept, x.shape, x.stride(), int(x.storage_offset()), (value.shape, value.stride()))
+
     def unpack(self) -> Tensor:
         base = self.kept.show()
         if base.stride() != self.whole[1]:
@@ -332,12 +339,10 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, inside: str, form: Form
             if found is None or not _is_plain(x, found[0]):
                 late.append(_Late(x))
                 return late[-1]
-            value, one = found
-            one.views += 1
-            shown.append(one)
-            return _View(one, x.shape, x.stride(), int(x.storage_offset()), (value.shape, value.stride()))
+            shown.append(found[1])
+            return _View.of(x, *found)
 
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda held: held.unpack()):
             result = call(*args, **kwargs)
         known.clear()  # autograd holds ``pack``
         for one in shown:  # not before, where tensors would come into the hooks above
@@ -354,10 +359,6 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, inside: str, form: Form
     return save
 
 
-def _unpack(held: _View | _Late) -> Tensor:
-    return held.unpack()
-
-
 def _is_plain(x: Tensor, value: Tensor) -> bool:
     """True for a view that sizes, strides and an offset describe."""
     return x.dtype == value.dtype and not (x.is_conj() or x.is_neg())
@@ -367,18 +368,16 @@ def _settle(
     late: list[_Late], result: Any, args: Any, own: Kept | None, inside: Kept | None, *, draws: bool
 ) -> _Bits | None:
     """Say what gives the tensors that the op saved and that are none of the values kept; returns the mask, if any."""
-    given = {storage_of(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
+    outside = {storage_of(x) for x in pytree.tree_leaves((args, result)) if isinstance(x, Tensor)}
     made = result if isinstance(result, Tensor) and _is_whole(result) else None
     again = _Inside(inside) if isinstance(inside, Recomputed) else None
     mask: _Bits | None = None
     for one in late:
         x = cast("Tensor", one.tensor)
-        is_made = made is not None and storage_of(x) == storage_of(made)
-        is_inside = not (storage_of(x) in given or _is_result(x, result))
-        if made is not None and own is not None and is_made and _is_plain(x, made):
+        is_inside = storage_of(x) not in outside
+        if made is not None and own is not None and storage_of(x) == storage_of(made) and _is_plain(x, made):
             own.store()
-            own.views += 1
-            one.give = _View(own, x.shape, x.stride(), int(x.storage_offset()), (made.shape, made.stride())).unpack
+            one.give = _View.of(x, made, own).unpack
         elif draws and is_inside and mask is None and _Bits.fits(x):
             mask = _Bits(x.detach())
             one.give = mask.restore
@@ -388,10 +387,6 @@ def _settle(
             one.give = _Packed(x.detach())
         one.tensor = None
     return mask
-
-
-def _is_result(x: Tensor, result: Any) -> bool:
-    return any(isinstance(y, Tensor) and storage_of(x) == storage_of(y) for y in pytree.tree_leaves(result))
 
 
 class _Inside:
@@ -469,7 +464,7 @@ class _Rewrite:
         made.meta.update(node.meta)
         if not keeps_own:
             return made
-        result, self.kept[node.name] = (self.graph.call_function(item, (made,)) for item in _ITEMS)
+        result, self.kept[node.name] = (self.graph.call_function(operator.getitem, (made, i)) for i in (0, 1))
         return result
 
     def _kept(self, node: fx.Node) -> fx.Node:
@@ -486,17 +481,6 @@ class _Rewrite:
     def _rerun(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._kept)
         return self.graph.call_function(_named(running_again(cast("Any", node.target)), "again", node), args, kwargs)
-
-
-def _first(pair: tuple[Any, Any]) -> Any:
-    return pair[0]
-
-
-def _second(pair: tuple[Any, Any]) -> Any:
-    return pair[1]
-
-
-_ITEMS = (_first, _second)
 
 
 def _named(function: Callable[..., Any], what: str, node: fx.Node) -> Callable[..., Any]:

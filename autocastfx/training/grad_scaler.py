@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import widened
-from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
+from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError, listed
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, agree
 from autocastfx.training.loss_scale import DynamicLossScale, ScaleNumbers
@@ -272,9 +272,8 @@ def _in_float16(groups: Any) -> LossScaleError:
         for name, parameter in gradients.parameter_names(groups)
         if parameter.grad is not None and parameter.grad.dtype is torch.float16
     ]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return LossScaleError(
-        f"the gradients of {', '.join(names[:3])}{more} are float16, because the weights are: unscaled they round to "
+        f"the gradients of {listed(names, 3)} are float16, because the weights are: unscaled they round to "
         "0, and so do small updates. Keep the weights float32 (convert casts them where they are used), or wrap the "
         "optimizer with LossScalingOptimizer, which keeps float32 masters."
     )

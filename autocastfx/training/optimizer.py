@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
+from autocastfx.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    LossScaleError,
+    ScaledGradientsWarning,
+    UnsupportedError,
+    listed,
+)
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, WORLD, Agreeing, agree
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
@@ -167,8 +174,7 @@ class StepResult:
 def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
     """Make the error for a step that overflowed at the smallest scale."""
     names = gradients.culprits(groups)
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    where = f"of {shown}" if names else "of another process's parameters"
+    where = f"of {listed(names, 10)}" if names else "of another process's parameters"
     return LossScaleError(
         f"the gradients {where} are not finite, and the loss scale is at its floor ({scale:g}) already: scaling is not "
         "the cause. The step was skipped and no weight changed. Look for Inf or NaN in the data, the loss and these "

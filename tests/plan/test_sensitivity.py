@@ -144,6 +144,7 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
         (json.dumps({**json.loads(ONE.to_json()), "autocastfx_sensitivity": 9}), "is version 9 of the format, not 1"),
         (json.dumps({**json.loads(ONE.to_json()), "effects": [{}]}), "holds no sensitivity"),
         (json.dumps({**json.loads(ONE.to_json()), "extra": 1}), "holds no sensitivity"),
+        (ONE.to_json().replace('"mode": "train"', '"mode": "training"'), "a mode is train or eval, not 'training'"),
     ],
 )
 def test_a_wrong_file_is_one_error(text: str, said: str, tmp_path: Path) -> None:
