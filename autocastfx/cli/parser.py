@@ -118,7 +118,7 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGrou
 def with_examples(
     add: Callable[..., argparse.ArgumentParser], examples: Mapping[str, str]
 ) -> Callable[..., argparse.ArgumentParser]:
-    """Return ``add``, the subcommands' ``add_parser``, for parsers whose ``--help`` ends with an example.
+    """Return ``add``, the subcommands' ``add_parser``, for parsers whose ``--help`` ends with an example, if any.
 
     Args:
         add: makes a parser.
@@ -133,7 +133,8 @@ def with_examples(
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **arguments,
         )
-        parser.epilog = f"example:\n  {parser.prog.removesuffix(name)}{examples[name]}"
+        if name in examples:
+            parser.epilog = f"example:\n  {parser.prog.removesuffix(name)}{examples[name]}"
         return parser
 
     return add_parser

@@ -95,6 +95,7 @@ def _original(
     model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed"
 ) -> Original:
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
-    lists = lists.merged(OpList.of({"saved": rules_of(saved)}))
+    if entries := rules_of(saved):
+        lists = lists.merged(OpList.of({"saved": entries}))
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
     return Original(converter, model, signature, lists.functions(), None, baked=False, tell_unmatched=_tell_unmatched)

@@ -171,6 +171,7 @@ def test_a_case_that_float32_does_not_hold_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+@pytest.mark.filterwarnings("ignore:.* are float64, and only float32 values are converted")
 @pytest.mark.parametrize("number", sampled(range(len(CASES)), lambda number, _: number % 4 < 2))
 def test_a_hand_written_version_and_the_conversion_hold(number: int) -> None:
     """A demand that a hand-written mixed precision version does not meet would be a wrong demand.
