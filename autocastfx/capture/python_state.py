@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import math
 import pickle
 import random
 import sys
@@ -47,8 +48,10 @@ def is_same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, (float, complex)):
+    if isinstance(a, complex):
         return repr(a) == repr(b)
+    if isinstance(a, float):  # Dynamo may know no text of one
+        return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (a != a and b != b)
     return type(a) in _LEAVES and a == b
 
 
@@ -67,17 +70,16 @@ def plain_parts(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in parts if value is not None or vars(instance)[name] is None}
 
 
-_ITEMS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
-    list: iter,
-    dict: dict[Any, Any].items,
-    set: partial(sorted, key=repr),
-    frozenset: partial(sorted, key=repr),
-}
-
-
 def _as_tuple(instance: Any) -> tuple[Any, ...] | None:
-    items_of = _ITEMS.get(type(instance))
-    members = tuple(items_of(instance)) if items_of is not None else None
+    kind = type(instance)  # Dynamo follows these calls, and none that a table holds
+    if kind is list:
+        members = tuple(instance)
+    elif kind is dict:
+        members = tuple(instance.items())
+    elif kind is set or kind is frozenset:
+        members = tuple(sorted(instance, key=repr))
+    else:
+        return None
     return members if is_plain(members) else None
 
 
@@ -385,6 +387,8 @@ def _restore(model: nn.Module, source: str, state: Any) -> None:
 
 def _table(instance: Any) -> dict[Any, Any]:
     """Return an object's ``__dict__`` without calling its class's ``__getattribute__``."""
+    if torch.compiler.is_compiling():  # Dynamo follows no call of object's, and reads a class's own where it has one
+        return getattr(instance, "__dict__", _EMPTY)
     try:
         table: dict[Any, Any] = object.__getattribute__(instance, "__dict__")
     except AttributeError:

@@ -7,7 +7,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +159,47 @@ def test_what_an_object_or_a_container_holds_is_captured_again(path: str) -> Non
     assert_agrees(amp_model, model)
 
 
+@pytest.fixture
+def _compiled_anew() -> Generator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+@pytest.mark.parametrize("path", INSIDE)
+def test_compiled_what_is_read_is_one_graph_and_a_change_is_seen(path: str) -> None:
+    torch.manual_seed(0)
+    model = Configured()
+    model.config.names = {"b", "a"}
+    amp_model = converted(model).eval()
+    compiled = torch.compile(amp_model, backend="eager", fullgraph=True)
+    assert compiled(X).equal(amp_model(X))
+    before = amp_model(X)
+    INSIDE[path](model)
+    after = amp_model(X)
+    assert not after.equal(before)
+    assert compiled(X).equal(after)
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+def test_compiled_models_of_other_numbers_are_one_graph_each() -> None:
+    for number in (1.0, 1.5, 2.5, -0.0, 0.0, 0.25):  # from the second on, Dynamo takes the number for a variable
+        model = Model()
+        model.tau, model.block.eps, model.drop.p = number + 1, number, abs(number) / 4
+        amp_model = converted(model).eval()
+        compiled = torch.compile(amp_model, backend="eager", fullgraph=True)
+        assert compiled(X).equal(amp_model(X))
+        model.block.eps = number + 4
+        assert compiled_again(compiled, amp_model).equal(amp_model(X))
+
+
+def compiled_again(compiled: Any, amp_model: Any) -> Tensor:
+    amp_model(X)  # captures, which a whole graph cannot
+    result: Tensor = compiled(X)
+    return result
+
+
 def test_an_object_that_forward_changes_is_said_and_not_watched() -> None:
     model = Configured()
     model.config.calls, model.config.kind = 0, None
@@ -242,6 +283,9 @@ def test_what_is_saved_is_the_model_as_it_is_now() -> None:
         (1, 1.0, False),
         (1, True, False),
         (0.0, -0.0, False),
+        (1.5, 1.5, True),
+        (0.0, 0.0, True),
+        (1j, complex(0, 1), True),
         (math.nan, float("nan"), True),
         ("a", "".join("a"), True),
         ((1, (2.0,)), (1, (2.0,)), True),
