@@ -42,12 +42,12 @@ def is_plain(value: Any) -> bool:
 
 def is_same(a: Any, b: Any) -> bool:
     """True if two plain values are interchangeable: 0.0 is not -0.0, True is not 1, and NaN equals NaN."""
+    if type(a) is tuple and type(b) is tuple:  # first, for Dynamo (torch 2.11) does not compare two by ``is``
+        return len(a) == len(b) and all(map(is_same, a, b))
     if a is b:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(is_same, a, b))
     if isinstance(a, complex):
         return repr(a) == repr(b)
     if isinstance(a, float):  # Dynamo may know no text of one
@@ -177,7 +177,12 @@ _BARE = nn.Module()
 # Attributes that every module has: tables, hooks, and the mode, which is part of a variant's key. An RNN's lists of its
 # parameters are rebuilt whenever one is swapped, as export does.
 _OF_MODULES = frozenset({*_BARE.__dict__, *dir(nn.Module), "_flat_weights", "_flat_weight_refs"})
-_MISSING = object()
+
+
+class _Missing:
+    """Stands for an attribute that is not there. A class: of a bare object, torch 2.11's Dynamo knows no identity."""
+
+
 _EMPTY: dict[Any, Any] = {}
 
 
@@ -205,7 +210,7 @@ class Read:
     @property
     def word(self) -> str:
         """The value in words, for messages."""
-        return "gone" if self.value is _MISSING else shown(self.value)
+        return "gone" if self.value is _Missing else shown(self.value)
 
 
 @dataclass(frozen=True)
@@ -228,18 +233,18 @@ class StateGuard:
                 module = module_of()
                 if module is None:  # an original may be dropped
                     return None
-                now = module.__dict__.get(name, _MISSING)
+                now = module.__dict__.get(name, _Missing)
                 if now is not value:
-                    now = getattr(type(module), name, _MISSING) if now is _MISSING else now
-                    now = now if read.part is None else plain_parts(now).get("", _MISSING)
+                    now = getattr(type(module), name, _Missing) if now is _Missing else now
+                    now = now if read.part is None else plain_parts(now).get("", _Missing)
                     if not is_same(now, value):
                         return replace(read, value=now)
             for module_of, name, reads in objects:
                 table = _table(getattr(module_of(), "__dict__", _EMPTY).get(name))
                 for read in reads:
-                    now = table.get(read.part, _MISSING)
+                    now = table.get(read.part, _Missing)
                     if now is not read.value:
-                        now = now if is_plain(now) else plain_parts(now).get("", _MISSING)
+                        now = now if is_plain(now) else plain_parts(now).get("", _Missing)
                         if not is_same(now, read.value):
                             return replace(read, value=now)
             return None
@@ -327,7 +332,7 @@ def watched_state(state: PythonState) -> Generator[None, None, None]:
     for path, name, instance, parts in objects.values():
         now = plain_parts(instance)
         # A None that forward fills in counts as kept: any such call fills it in (transformers' config.problem_type).
-        kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _MISSING), v)]
+        kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _Missing), v)]
         state.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
         changed += [(path, f"{name}.{part}") for part in {**parts, **now} if part and part not in kept]
     for source, now in _draws(model).items():
@@ -397,7 +402,7 @@ def _table(instance: Any) -> dict[Any, Any]:
 
 
 def _of_class(kind: type, name: str) -> Any:
-    value = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _MISSING)
+    value = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _Missing)
     return value.read() if isinstance(value, Live) else value
 
 
@@ -409,7 +414,7 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**before, **after} if name not in _OF_MODULES]
-    return [n for n in names if not is_same(before.get(n, _MISSING), after.get(n, _MISSING))]
+    return [n for n in names if not is_same(before.get(n, _Missing), after.get(n, _Missing))]
 
 
 # Instructions that only compute: between load and store they pass the value to no other code.

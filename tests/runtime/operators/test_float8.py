@@ -19,7 +19,8 @@ from tests.helpers import TORCH, relative_error, saved_bytes
 
 # Half a unit in the last place: relative to normal numbers, and between subnormal ones.
 HALF = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
-NAMES = tuple(product.value for product in Product)
+PRODUCTS = tuple(Product)  # torch 2.11's Dynamo iterates over no enum
+NAMES = tuple(product.value for product in PRODUCTS)
 LOW = torch.bfloat16
 
 
@@ -46,7 +47,7 @@ def linear(
 ) -> Tensor:
     """The layer as a graph calls it; if not ``prepared``, it quantises all operands itself."""
     at = {p: layouts for p, layouts in RECIPES[recipe].layouts.items() if p.value in products and prepared}
-    output, of_input, of_weight = (at.get(product) for product in Product)
+    output, of_input, of_weight = (at.get(product) for product in PRODUCTS)
     return float8_linear(
         x,
         weight,
