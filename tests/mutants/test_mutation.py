@@ -81,5 +81,11 @@ def test_the_mirror_of_a_module_is_its_first_test() -> None:
     assert all(path.is_file() for name in modules(PACKAGE) for path in concerned(name, TESTS))
 
 
+def test_the_line_of_each_equivalent_mutant_is_there() -> None:
+    for key in equivalents():
+        module, line = key.partition("\n")[0].split(": ", 1)
+        assert line in map(str.strip, (PACKAGE / module).read_text(encoding="utf-8").splitlines()), key
+
+
 def test_each_equivalent_mutant_has_its_reason() -> None:
     assert all("->" in known and why for known, why in equivalents().items())
