@@ -63,19 +63,20 @@ class _Dumper(yaml.SafeDumper):
 
 def groups(rules: Iterable[Rule]) -> list[dict[str, Any]]:
     """Return the entries under one category, grouped by reason, conditions and devices."""
-    devices: dict[tuple[str, tuple[Condition, ...], str], list[str]] = {}
+    devices: dict[tuple[str, tuple[Condition, ...], bool, str], list[str]] = {}
     for rule in rules:
-        devices.setdefault((rule.reason, rule.when, rule.op), []).append(rule.device)
-    ops: dict[tuple[str, tuple[Condition, ...], tuple[str, ...]], list[str]] = {}
-    for (reason, when, op), listed in devices.items():
+        devices.setdefault((rule.reason, rule.when, rule.shipped, rule.op), []).append(rule.device)
+    ops: dict[tuple[str, tuple[Condition, ...], bool, tuple[str, ...]], list[str]] = {}
+    for (reason, when, shipped, op), listed in devices.items():
         for on in _apart(listed):
-            ops.setdefault((reason, when, on), []).append(op)
+            ops.setdefault((reason, when, shipped, on), []).append(op)
     return [
         {
             **_unless_empty(reason=reason, when=_when(when), devices=list(on)),
             "ops": sorted(names),
+            **_unless_empty(shipped=shipped),
         }
-        for (reason, when, on), names in sorted(ops.items(), key=lambda item: (str(item[0]), item[1]))
+        for (reason, when, shipped, on), names in sorted(ops.items(), key=lambda item: (str(item[0]), item[1]))
     ]
 
 
@@ -91,16 +92,17 @@ def _when(conditions: tuple[Condition, ...]) -> dict[str, Any]:
 
 def modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
     """Return the entries under ``modules``, in the order of their ranks."""
-    devices: dict[tuple[int, str, tuple[str, ...], str, str], list[str]] = {}
+    devices: dict[tuple[int, str, tuple[str, ...], str, str, bool], list[str]] = {}
     for rule in rules:
-        devices.setdefault((rule.rank, rule.path, rule.ops, rule.wanted, rule.reason), []).append(rule.device)
+        key = rule.rank, rule.path, rule.ops, rule.wanted, rule.reason, rule.shipped
+        devices.setdefault(key, []).append(rule.device)
     return [
         {
             "path": path,
             "category": wanted,
-            **_unless_empty(reason=reason, ops=list(ops), devices=list(on), rank=rank),
+            **_unless_empty(reason=reason, ops=list(ops), devices=list(on), rank=rank, shipped=shipped),
         }
-        for (rank, path, ops, wanted, reason), listed in sorted(devices.items())
+        for (rank, path, ops, wanted, reason, shipped), listed in sorted(devices.items())
         for on in _apart(listed)
     ]
 
@@ -129,7 +131,7 @@ def _ranked(rules: Iterable[Float8Rule]) -> list[Float8Rule]:
 
 
 def _on(rule: Float8Rule) -> Mapping[str, Any]:
-    return _unless_empty(reason=rule.reason, devices=[rule.device] if rule.device else [])
+    return _unless_empty(reason=rule.reason, devices=[rule.device] if rule.device else [], shipped=rule.shipped)
 
 
 def _float8(rule: Float8Rule) -> dict[str, Any]:
@@ -145,15 +147,17 @@ def _float8(rule: Float8Rule) -> dict[str, Any]:
 
 def demands(listed: Iterable[Demand]) -> list[dict[str, Any]]:
     """Return the entries under ``demands``."""
-    ops: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for demand in listed:
-        ops.setdefault((demand.reason, demand.through, demand.arguments, demand.of, demand.at), []).append(demand.op)
+    ops: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], bool], list[str]] = {}
+    for one in listed:
+        key = one.reason, one.through, one.arguments, one.of, one.at, one.shipped
+        ops.setdefault(key, []).append(one.op)
     return [
         {
             **_unless_empty(reason=reason, through=through, arguments=list(arguments), of=list(of), at=list(at)),
             "ops": sorted(names),
+            **_unless_empty(shipped=shipped),
         }
-        for (reason, through, arguments, of, at), names in sorted(ops.items())
+        for (reason, through, arguments, of, at, shipped), names in sorted(ops.items())
     ]
 
 

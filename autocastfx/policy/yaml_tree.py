@@ -7,7 +7,7 @@ import math
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,15 @@ class Tree:
             return ()
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error(f"expected a list ('- …' lines or [a, b]), found {_kind(self.node)}")
-        return tuple(self._at(child) for child in self.node.value)
+        return tuple(self._at(child)._unmarked() for child in self.node.value)
+
+    def _unmarked(self) -> Tree:
+        """Return an entry without ``shipped: true``, by which a written list tells rules of this package's lists."""
+        if not isinstance(self.node, yaml.MappingNode) or (mark := self.child("shipped")).is_missing:
+            return self
+        rest = [(key, value) for key, value in self.node.value if key.value != "shipped"]
+        node = yaml.MappingNode(self.node.tag, rest, self.node.start_mark, self.node.end_mark)
+        return replace(self, node=node, shipped=self.shipped or mark.as_flag())
 
     def as_strings(self) -> tuple[Tree, ...]:
         """Return the texts of a sequence, or a single text as a sequence of one."""

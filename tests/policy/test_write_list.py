@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from autocastfx import OpList, load_op_list, presets
+from autocastfx import OpList, convert, load_op_list, presets
+from autocastfx.errors import OpListError
 from autocastfx.policy.rule import Category
 from autocastfx.policy.write_list import Change
 
@@ -99,9 +102,40 @@ def test_a_shipped_list_is_saved_whole(name: str, tmp_path: Path) -> None:
     assert again == lists
     assert all(rule.reason for rule in again.rules.values())
     assert "extends" not in yaml.safe_load((tmp_path / "own.yaml").read_text())
-    # Saved, it is the user's own: a rule that matches nothing is worth a word.
-    assert {rule.shipped for rule in again.every_rule()} == {False}
-    assert {rule.shipped for rule in lists.every_rule()} == {True}
+    assert {rule.shipped for rule in again.every_rule()} == {rule.shipped for rule in lists.every_rule()} == {True}
+    assert {demand.shipped for demand in again.demands.values()} <= {True}
+
+
+class Squares(nn.Module):
+    """Has a square, which rules for ``mul`` leave alone unless a person wrote them, and what demands float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y * y).sum(-1) + (y * y).mean() + y.round().sum(-1) + y.where(y > 0, 0).std(-1)
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"infer": ["mul"]}, {"allow": ["round"]}, {"modules": [{"path": "linear", "category": "low"}]}]
+)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_saved_list_decides_as_the_list_and_warns_of_no_more(name: str, own: dict[str, Any], tmp_path: Path) -> None:
+    lists = load_op_list(name) | OpList.of(own)
+    lists.save(tmp_path / "own.yaml")
+    x = torch.randn(4, 8)
+    plans = [convert(Squares(), x, dtype=name, op_list=one).plan for one in (lists, tmp_path / "own.yaml")]
+    before, after = ([(n.name, n.decision.category, n.decision.reason, n.placement) for n in p.nodes] for p in plans)
+    assert before == after
+
+
+def test_rules_that_are_marked_as_shipped_are(tmp_path: Path) -> None:
+    marked = OpList.of({"deny": [{"ops": ["exp", "no_such_op"], "shipped": True}, {"ops": ["log"], "shipped": False}]})
+    assert {rule.op: rule.shipped for rule in marked.rules.values()} == {"exp": True, "log": False}
+    with pytest.raises(OpListError, match=r"deny\[0\]\.shipped: .* true or false"):
+        OpList.of({"deny": [{"ops": ["exp"], "shipped": 1}]})
 
 
 def test_what_is_written_can_be_read_by_people(tmp_path: Path) -> None:
