@@ -399,7 +399,7 @@ def holds(code: CodeType | None, file: str, line: int) -> bool:
 
 
 class Inside(threading.local):
-    """Whether this thread is inside of :meth:`entered`."""
+    """Knows of each thread whether its call is inside of a ``with`` of :meth:`entered`."""
 
     is_entered = False
 

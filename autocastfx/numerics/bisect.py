@@ -24,7 +24,8 @@ from autocastfx.graph.node import attributes_of
 from autocastfx.graph.walk import walk
 from autocastfx.numerics.compare import repeatable
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
-from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error, rules_over
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
+from autocastfx.plan.proposed_list import rules_over
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.comparison import Deviation
 from autocastfx.report.lint.roofline import work_of

@@ -21,7 +21,8 @@ from autocastfx.graph.node import dtypes, module_path, uncast
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
 from autocastfx.numerics.paired_run import Loss, PairedRun, Step, floating, run_backwards, run_side_by_side
-from autocastfx.plan.plan import PlannedNode, Precision, op_list_for
+from autocastfx.plan.plan import PlannedNode, Precision
+from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.plan.sensitivity import rms
 from autocastfx.report.comparison import (
     Cancellation,

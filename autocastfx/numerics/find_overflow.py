@@ -19,7 +19,8 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_cast, module_path, stack_trace, uncast
 from autocastfx.numerics.mended_run import MendedRun
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
-from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, line_of, op_list_for
+from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of
+from autocastfx.plan.proposed_list import line_of, op_list_for
 from autocastfx.policy.rule import Category
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule

@@ -23,7 +23,8 @@ from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import NodeRun, attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.plan.plan import because_of, op_list_for
+from autocastfx.plan.plan import because_of
+from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant

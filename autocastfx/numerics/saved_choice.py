@@ -155,7 +155,7 @@ class SavedSearch:
                 exact = _gradient(loss, wanted)
                 size = sum(float(g.double().square().sum()) for g in exact)
                 for group, parts in groups.items():
-                    for keep in _forms_of(parts):
+                    for keep in dict.fromkeys(size.keep for one in parts for size in one.smaller):
                         self._now[group] = keep
                         moved = _gradient(loss, wanted)
                         del self._now[group]
@@ -173,22 +173,21 @@ class SavedSearch:
         """While open, values are kept as computed, and backward reads those of a group in the form that is on trial."""
         of_group = {one.name: group for group, parts in groups.items() for one in parts}
 
+        def pack(x: Tensor) -> tuple[Tensor, ...]:
+            return (x,)
+
         def unpack(group: Group, dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
             keep = self._now.get(group)
             return parts[0] if keep is None else FORMS[keep].unpack(dtype, FORMS[keep].pack(parts[0]))
 
         def form(one: PlannedSaved) -> Form | None:
-            return Form(_as_computed, partial(unpack, of_group[one.name])) if one.name in of_group else None
+            return Form(pack, partial(unpack, of_group[one.name])) if one.name in of_group else None
 
         variant.compile_graph(form)
         try:
             yield
         finally:
             variant.compile_graph()
-
-
-def _as_computed(x: Tensor) -> tuple[Tensor, ...]:
-    return (x,)
 
 
 def _gradient(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
@@ -212,10 +211,6 @@ def _groups(base: AmpModule) -> dict[Group, list[PlannedSaved]]:
             elif one.smaller:
                 groups.setdefault(group, []).append(one)
     return {group: parts for group, parts in groups.items() if group not in mixed}
-
-
-def _forms_of(parts: Sequence[PlannedSaved]) -> tuple[Keep, ...]:
-    return tuple(keep for keep in FORMS if any(size.keep is keep for one in parts for size in one.smaller))
 
 
 def _size_in(keep: Keep, one: PlannedSaved) -> int:

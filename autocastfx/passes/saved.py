@@ -22,7 +22,7 @@ from autocastfx.plan.plan import PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.saved import Keep, SavedRule
-from autocastfx.runtime.saved import FORMS, storage_of
+from autocastfx.runtime.saved import FORMS, as_it_is, storage_of
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
@@ -31,7 +31,7 @@ _DEEPEST = 6  # ops that run again one after the other: a residual stream is els
 
 @dataclass
 class Saves:
-    """What autograd keeps for each op of a graph. It is found by running the graph on abstract tensors.
+    """What autograd keeps for each op of a graph, as a run on abstract tensors shows it.
 
     Attributes:
         makers: by storage, the node that gave it first.
@@ -67,7 +67,7 @@ class _Run(fx.Interpreter):
         if n.op == "output":
             return None
         packed: list[Tensor] = []
-        with torch.enable_grad(), saved_tensors_hooks(packed.append, _as_it_is):  # a part without gradients may fail
+        with torch.enable_grad(), saved_tensors_hooks(packed.append, as_it_is):  # a part without gradients may fail
             result = self._result(n)
         saves = self.saves
         saves.results.append(result)
@@ -99,10 +99,6 @@ class _Run(fx.Interpreter):
     def _reads_trained(self, n: fx.Node) -> bool:
         leaves = pytree.tree_leaves([self.env.get(read) for read in n.all_input_nodes])
         return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
 
 
 def _fresh(x: Tensor, *, trains: bool) -> Tensor:

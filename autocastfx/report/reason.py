@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autocastfx.errors import listed
-from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, is_narrow, line_of, proposed_list
+from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why
+from autocastfx.plan.proposed_list import is_narrow, line_of, proposed_list
 from autocastfx.report.text import reads_low
 from autocastfx.report.view import Row
 

@@ -197,14 +197,14 @@ class Recomputed(Kept):
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         args = pytree.tree_map_only(Tensor, _derivable, args)
         saved: list[Tensor] = []
-        with torch.enable_grad(), _C._DisableAutocast(), saved_tensors_hooks(saved.append, _as_saved):
+        with torch.enable_grad(), _C._DisableAutocast(), saved_tensors_hooks(saved.append, as_it_is):
             result = self.call(*args, **kwargs)
         others = {storage_of(x) for x in (result, *pytree.tree_leaves(args)) if isinstance(x, Tensor)}
         return [x.detach() for x in saved if storage_of(x) not in others]
 
 
 class Dropped(Kept):
-    """What dropout gave, computed again from its input and from the mask that its backward needs anyway."""
+    """A result of dropout. It is computed again from the input and the mask, which backward keeps anyway."""
 
     def __init__(self, source: Kept, mask: _Bits, share: float) -> None:
         self.source, self.mask, self.share = source, mask, share
@@ -234,7 +234,8 @@ def _derivable(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.is_floating_point())
 
 
-def _as_saved(x: Any) -> Any:
+def as_it_is(x: Any) -> Any:
+    """Return ``x``, where a hook has to be."""
     return x
 
 

@@ -203,12 +203,12 @@ ALSO: dict[str, tuple[str, ...]] = {
     "training/masters.py": ("training/test_tensor_mark.py",),
     "plan/plan.py": (
         "plan/test_cause.py",
-        "plan/test_proposed_list.py",
         "report/test_dump.py",
         "report/test_explain.py",
         *_FLOAT8[:1],
     ),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
+    "plan/proposed_list.py": ("numerics/test_mended_run.py", "numerics/test_bisect.py"),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "numerics/find_overflow.py": ("numerics/test_overflow.py", "numerics/test_mended_run.py"),
 }

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import AmpModule, OpList
-from autocastfx.plan.plan import Precision, proposed_list
+from autocastfx.plan.plan import Precision
+from autocastfx.plan.proposed_list import proposed_list
 from autocastfx.report.dump import view_of
 from autocastfx.report.reason import Reasons
 from tests.golden.models import converted

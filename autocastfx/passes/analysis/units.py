@@ -65,7 +65,7 @@ def read_low(node: fx.Node, *, rounds: bool, recomputes: bool) -> None:
 
 
 def listed_category(node: fx.Node, op_list: OpList) -> Category | None:
-    """The category by the rule for the op of ``node``; None for an op without one, and for what is no op."""
+    """The category that the list gives the op of ``node``; None if it has no rule for it, or ``node`` calls no op."""
     rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
     return None if rule is None else rule.category
 
