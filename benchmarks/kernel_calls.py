@@ -79,6 +79,78 @@ def _no_test() -> None:
     """Stop op_db from searching the stack for a running test at each sample, which takes many milliseconds."""
 
 
+def deep_calls(device: str) -> list[KernelCall]:
+    """Calls in which hundreds of numbers are added up into one, forwards or backwards, of the ops that may do so."""
+
+    def ones(*size: int) -> torch.Tensor:
+        return torch.ones(size, device=device)
+
+    def spike(*size: int) -> torch.Tensor:
+        """An input that is largest in its middle, so that all windows around it choose it."""
+        x = torch.zeros(1, 1, *size, device=device)
+        x[(..., *(n // 2 for n in size))] = 1
+        return x
+
+    same, rows = torch.zeros(400, dtype=torch.long, device=device), ones(3, 5, 7)
+    line, image, volume = ones(1, 1, 800), ones(1, 1, 40, 40), ones(1, 1, 16, 16, 16)
+    peaks = spike(800), spike(40, 40), spike(16, 16, 16)
+    places = [torch.zeros(1, *[n] * d, d, device=device) for n, d in ((20, 2), (8, 3))]
+    bags = torch.arange(400, device=device)
+    given: list[tuple[Any, tuple[Any, ...]]] = [
+        *((aten.index_select.default, (rows, dim, same)) for dim in range(3)),
+        *((aten.gather.default, (ones(5, 7), dim, same.view(shape).expand(*size))) for dim, shape, size in _GATHERED),
+        (aten.gather.default, (rows, 1, same.view(1, -1, 1).expand(3, 400, 7))),
+        *((aten.index.Tensor, (rows, [*[None] * dim, same])) for dim in range(3)),
+        (aten.take.default, (rows, same)),
+        (aten.take_along_dim.default, (rows, same.view(1, -1, 1), 1)),
+        *((aten.repeat_interleave.self_Tensor, (rows, same[:n] + 400, d)) for d, n in enumerate((3, 5, 7))),
+        (aten.repeat_interleave.self_int, (rows, 400, 1)),
+        (aten.embedding_bag.default, (ones(5, 7), same, bags)),
+        (aten.embedding_bag.default, (ones(400, 7), bags, bags[:1])),
+        (aten.expand.default, (rows, [400, 3, 5, 7])),
+        (aten.repeat.default, (rows, [20, 20, 20])),
+        (aten.as_strided.default, (line, [400, 400], [1, 1])),
+        (aten.cat.default, ([rows] * 3,)),
+        (aten.unfold.default, (line, 2, 400, 1)),
+        (aten.im2col.default, (image, [19, 19], [1, 1], [0, 0], [1, 1])),
+        (aten.col2im.default, (ones(1, 361, 25), [23, 23], [19, 19], [1, 1], [0, 0], [1, 1])),
+        (aten.pad.default, (image, [0, 20, 0, 20], "replicate")),
+        (aten.add.Tensor, (ones(400, 7), ones(7))),
+        (aten.mul.Tensor, (ones(400, 7), ones(7))),
+        (aten.prelu.default, (-ones(400, 7), ones(7))),
+        (aten.linear.default, (ones(400, 300), ones(7, 300), ones(7))),
+        (aten.matmul.default, (ones(400, 300), ones(300, 400))),
+        (aten.addbmm.default, (ones(3, 3), ones(400, 3, 1), ones(400, 1, 3))),
+        (aten.conv2d.default, (ones(2, 3, 20, 20), ones(7, 3, 12, 12), ones(7))),
+        (aten.mean.dim, (image, [2, 3])),
+        (aten.grid_sampler_2d.default, (image, places[0], 0, 0, False)),
+        (aten.grid_sampler.default, (image, places[0], 0, 0, False)),
+        (aten.grid_sampler_3d.default, (volume, places[1], 0, 0, False)),
+        (aten._adaptive_avg_pool2d.default, (image, [800, 800])),
+        (aten._adaptive_avg_pool2d.default, (image, [1, 1])),
+    ]
+    for d, x, peak, window, far in zip(
+        (1, 2, 3), (line, image, volume), peaks, (400, 19, 8), (400, 20, 8), strict=True
+    ):
+        given += [
+            *((getattr(aten, f"max_pool{d}d{form}").default, (peak, [window] * d, [1] * d)) for form in _POOLED),
+            (getattr(aten, f"avg_pool{d}d").default, (x, [window] * d, [1] * d)),
+            (getattr(aten, f"replication_pad{d}d").default, (x, [0, far] * d)),
+            (getattr(aten, f"reflection_pad{d}d").default, (x, [far - 1] * 2 * d)),
+            (getattr(aten, f"adaptive_avg_pool{d}d").default, (x, [n * far for n in x.shape[2:]])),
+            (getattr(aten, f"adaptive_avg_pool{d}d").default, (x, [2] * d)),
+            (getattr(aten, f"adaptive_max_pool{d}d").default, (x, [n * far for n in x.shape[2:]])),
+            (getattr(aten, f"upsample_nearest{d}d").default, (x, [n * far for n in x.shape[2:]])),
+            (getattr(aten, _LINEAR[d]).default, (x, [n * far for n in x.shape[2:]], False)),
+        ]
+    return [KernelCall(function, args, {}) for function, args in given]
+
+
+_GATHERED = ((0, (-1, 1), (400, 7)), (1, (1, -1), (5, 400)))
+_POOLED = ("", "_with_indices")
+_LINEAR = {1: "upsample_linear1d", 2: "upsample_bilinear2d", 3: "upsample_trilinear3d"}
+
+
 class _Recorder(SchemaCheckMode):
     """Records calls of the operators asked for, before autograd decomposes them.
 

@@ -85,6 +85,63 @@ def rounds_once(call: KernelCall, dtype: torch.dtype) -> float:
     return max(errors, default=0.0)
 
 
+HUGE = 256.0  # 256 + 1 is 256 in bfloat16
+
+
+def adds_up_in_16_bits(call: KernelCall, *, backward: bool, deep: bool = False) -> bool:
+    """True if the kernel adds numbers up in bfloat16: its result forwards, or the gradients of what it reads.
+
+    It is given 256, 1 and -256 at random, in the place of its first input or of the gradient of its result. Where the float64
+    result is whole numbers, no rounding but that of a sum in between loses a 1. Of a ``deep`` call, in which
+    hundreds of numbers meet, it is given ones as well, of which such a sum forgets all beyond 256.
+    """
+    for pattern in ("signed", "ones") if deep else ("signed",):
+        got, wanted = (_given(call, dtype, backward, pattern) for dtype in (torch.bfloat16, torch.float64))
+        for low, exact in zip(got, wanted, strict=True):
+            if low is None or exact is None or low.dtype != torch.bfloat16 or not exact.isfinite().all():
+                continue
+            far = (low.double() - exact).abs()
+            if pattern == "ones" and bool((far > 0.05 * exact.abs()).any()):
+                return True
+            if (
+                pattern == "signed"
+                and bool((exact == exact.round()).all())
+                and bool((far > 0.05 * exact.abs() + 0.5).any())
+            ):
+                return True
+    return False
+
+
+def _given(call: KernelCall, dtype: torch.dtype, backward: bool, pattern: str) -> list[torch.Tensor | None]:
+    """The results of the call in ``dtype``, or the gradients of its operands; those of a pattern of numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(like: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(like.shape, generator=generator).to(like.device)
+        signed = torch.where(drawn < 0.3, HUGE, torch.where(drawn < 0.6, -HUGE, 1.0))
+        return (torch.ones_like(drawn) if pattern == "ones" else signed).to(dtype)
+
+    first = next((t for t in pytree.tree_leaves(call.named()) if isinstance(t, torch.Tensor)), None)
+
+    def leaf(argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor) or argument.dtype != torch.float32:
+            return argument
+        takes_pattern = argument is first and not backward
+        given = numbers(argument) if takes_pattern else argument.detach().abs().bfloat16().to(dtype)
+        return given.requires_grad_(backward)
+
+    arguments = call.with_arguments(lambda _, argument: pytree.tree_map(leaf, argument))
+    made = [t for t in pytree.tree_leaves(arguments()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not backward:
+        return list(made)
+    results = [t for t in made if t.requires_grad]
+    operands = [t for t in pytree.tree_leaves(arguments.named()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not results:
+        return []
+    gradients = torch.autograd.grad(results, operands, [numbers(t) for t in results], allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+
 def _widened(leaf: Any) -> Any:
     is_low = isinstance(leaf, torch.Tensor) and leaf.dtype in DTYPES.values()
     return leaf.detach().float() if is_low else leaf

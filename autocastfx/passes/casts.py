@@ -11,6 +11,7 @@ from torch import fx
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import Origin, Use, map_uses, origin, place_like, set_origin, uses
+from autocastfx.passes.analysis.backward_adds import Readers
 from autocastfx.runtime.operators.casts import saturating_cast
 
 _TO = torch.ops.aten.to.dtype
@@ -32,6 +33,9 @@ class PlannedDtypes(ABC):
         return self.gives(node)
 
 
+_FEW = Readers()
+
+
 def _no_bound(_: fx.Node, __: torch.dtype) -> float | None:
     return None
 
@@ -45,6 +49,7 @@ class CastStyle:
         low: the 16-bit dtype.
         written: values that are written into, and cast anew for each reader.
         bound: the magnitude at which a cast of a value to a dtype saturates finite numbers; None for a plain cast.
+        readers: how many gradients each reader of a cast gives it: more than may be added up get a cast of their own.
         for_each: one cast for each reader, in the order in which torch.autocast makes them; else one for all.
         once: ``get_attr`` targets whose cast to ``low`` is made once even so, each with a number that tied ones share.
     """
@@ -53,6 +58,7 @@ class CastStyle:
     low: torch.dtype
     written: Set[fx.Node] = frozenset()
     bound: Callable[[fx.Node, torch.dtype], float | None] = _no_bound
+    readers: Readers = _FEW
     for_each: bool = False
     once: Mapping[str, int] = field(default_factory=dict)
 
@@ -77,6 +83,8 @@ class _Run:
     style: CastStyle
     casts: dict[object, fx.Node] = field(default_factory=dict[object, fx.Node])
     stored: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])  # value → the cast that holds it
+    # value → how many casts its readers had before, and how many gradients those of the last one give it
+    shared: dict[fx.Node, tuple[int, float]] = field(default_factory=dict[fx.Node, tuple[int, float]])
 
     def visit(self, node: fx.Node) -> None:
         numbered = list(enumerate(uses(node)))
@@ -112,8 +120,17 @@ class _Run:
             return number, "reader" if number is None else "parameter", reader, reader
         if read in self.style.written:  # what this reader sees is what its contents are now
             return (read, to, reader), "mutated", reader, read
-        is_input = read.op in ("placeholder", "get_attr")
-        return (read, to), "reader", reader if is_input else holder.next, read
+        count = self._count(read, reader) if to == self.style.low else 0
+        at_reader = count > 0 or read.op in ("placeholder", "get_attr")
+        return (read, to, count), "reader", reader if at_reader else holder.next, read
+
+    def _count(self, read: fx.Node, reader: fx.Node) -> int:
+        """Which of the casts of ``read`` the reader takes: the last, unless it adds too many gradients to it."""
+        count, gradients = self.shared.get(read, (0, 0.0))
+        given = self.style.readers.given(reader, read)
+        full = gradients > 0 and gradients + given > self.style.readers.most
+        self.shared[read] = (count + 1, given) if full else (count, gradients + given)
+        return self.shared[read][0]
 
     def _cast(
         self,

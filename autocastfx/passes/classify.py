@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +27,8 @@ from autocastfx.graph.node import (
     unknown_size,
     uses,
 )
-from autocastfx.graph.sizes import Product, Size, product
+from autocastfx.graph.sizes import Size, product
+from autocastfx.passes.analysis.backward_adds import contributions
 from autocastfx.passes.analysis.demands import Demands, cancellations
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
 from autocastfx.passes.analysis.units import only_moves
@@ -144,6 +147,8 @@ class Classifier:
         for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := check(node):
                 return forced
+        if (rule is None or rule.shipped) and (forced := self._adds(node)):
+            return forced
         if listed.category.is_low:
             checks = [self._whole_operand, self._distance]
             for check in checks if isinstance(rule, ModuleRule) else [self._island, *checks]:
@@ -221,11 +226,36 @@ class Classifier:
         limit = self.op_list.depth_limit(name, of_group=kind == "elements")
         if limit is None or limit.most is None:
             return None
-        sizes = product(node, kind or "elements", self.size)
-        if sizes is None or self._is_at_most(node, kind or "elements", sizes, limit.most):
+        depth = self._most(partial(self._elements, node, kind or "elements"), limit.most)
+        if depth is None:
             return None
-        reason = f"reduces {sizes.depth} elements, more than reduction_depth {limit.most}"
+        reason = f"reduces {depth} elements, more than reduction_depth {limit.most}"
         return Decision(Category.DENY, reason, limit.source or NO_SOURCE)
+
+    def _adds(self, node: fx.Node) -> Decision | None:
+        """A kernel that adds up more numbers in 16 bits than the list lets it, forwards or backwards."""
+        limit, name = self.op_list.backward_depth, base_name(op_name(node))
+        if limit is None or limit.most is None or self.size is unknown_size:
+            return None
+        for way, kind in (("forward", self.facts.reduces.get(name)), ("backward", None)):
+            if name not in self.facts.adds_in_16_bits.get((self.device, way), frozenset()):
+                continue
+            if (most := self._most(partial(self._meeting, node, kind), limit.most)) is not None:
+                what = f"{'gradients' if way == 'backward' else 'numbers'} in {self._low_name}"
+                many = f"any number of {what}" if math.isinf(most) else f"up to {most:,} {what}"
+                reason = f"its kernel sums {many}, more than backward_depth {limit.most}"
+                return Decision(Category.DENY, reason, limit.source or NO_SOURCE)
+        return None
+
+    def _meeting(self, node: fx.Node, kind: str | None, size: Size) -> Any:
+        """How many numbers its kernel adds up into one: by its reduction of a ``kind``, else by what moves them."""
+        if kind is not None:
+            return self._elements(node, kind, size)
+        return contributions(node, self.facts.contributions[base_name(op_name(node))], size)
+
+    def _elements(self, node: fx.Node, kind: str, size: Size) -> Any:
+        sizes = product(node, kind, size)
+        return None if sizes is None else sizes.depth
 
     def _square(self, node: fx.Node, listed: Decision) -> Decision:
         """An op of two equal operands that is another op: ``x * x`` is a square, and has its rule."""
@@ -240,21 +270,21 @@ class Classifier:
             return listed
         if sizes.is_sum:
             return self._as_op("sum", f"adds up {sizes.depth} elements into one number, as a sum does", listed)
-        if not self._is_at_most(node, kind, sizes, limit.most - 1):
+        if self._most(partial(self._elements, node, kind), limit.most - 1) is not None:
             return listed
         reason = f"adds up {sizes.depth} elements, fewer than product_depth {limit.most}: elementwise work"
         return Decision(Category.INFER, reason, limit.source or NO_SOURCE)
 
-    def _is_at_most(self, node: fx.Node, kind: str, sizes: Product, most: int) -> bool:
-        """True if ``node`` adds up ``most`` elements or fewer.
+    def _most(self, count: Callable[[Size], Any], limit: int) -> Any:
+        """The number that ``count`` gives for the example sizes, if it may be above ``limit`` in a call; else None.
 
-        If it may add up more in another call, the graph is for calls where it does not. A decision for many elements
-        holds for fewer, too.
+        If it may be above in another call, the graph is for calls where it is not. A decision for many holds for fewer,
+        too.
         """
-        if sizes.depth > most:
-            return False
-        settled = product(node, kind, settled_size)
-        return settled is not None and bool(settled.depth <= most)
+        most = count(self.size)
+        if most is None or (most <= limit and (settled := count(settled_size)) is not None and bool(settled <= limit)):
+            return None
+        return most
 
     def _as_op(self, other: str, because: str, listed: Decision) -> Decision:
         """The decision of the op ``other``, if the list has a rule for it."""

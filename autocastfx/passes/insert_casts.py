@@ -132,7 +132,9 @@ class InsertCasts(Pass):
         written = alias_sets(graph, ports.written).keys()
         changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
         bounds = Bounds.of(graph, classification.wide, state.parameters)
-        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, written, bounds))
+        runs_low = {node for node, placement in state.placements.items() if placement.run is Precision.LOW}
+        readers = self.settings.readers(graph, classification.decisions, runs_low.__contains__)
+        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, written, bounds, readers))
         for node, placement in state.placements.items():
             if placement.run is Precision.LOW:
                 if (stand_in := ports.stand_in(node)) is not None:

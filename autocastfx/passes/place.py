@@ -14,7 +14,7 @@ from autocastfx.passes.analysis.node_errors import equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import Folding, bytes_moved, is_read_low, lower_views, place_cheaply
 from autocastfx.passes.analysis.units import Unit, Units, units_of
 from autocastfx.passes.state import Classification, Pass, State
-from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Traffic, Why
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Traffic, Why
 from autocastfx.policy.rule import Category
 
 # decisions → placements by TensorFlow's rule (auto_mixed_precision): grow the deny set forwards, then the allow set
@@ -135,6 +135,7 @@ class Placer(Pass):
             sizes_known=state.guesses is None,
             measured=measured,
             priced=priced,
+            readers_of=self.settings.readers(state.graph, decisions, lambda n: decisions[n].category.may_be_low),
         )
         return self._with_views(state, decisions, placed)
 
@@ -186,7 +187,10 @@ class Placer(Pass):
 
     def _moved(self, state: State, units: Units, placements: Mapping[fx.Node, Placement]) -> int:
         weights, keeps = self._uncast(state, placements), self.settings.keep_output_dtype
-        return bytes_moved(state.graph, placements, units, keep_output_dtype=keeps, weights=weights)
+        decisions, low = state.classification.decisions, Precision.LOW
+        readers = self.settings.readers(state.graph, decisions, lambda node: placements[node].run is low)
+        of = state.graph, placements, units
+        return bytes_moved(*of, keep_output_dtype=keeps, weights=weights, readers_of=readers)
 
     def _uncast(self, state: State, placements: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
         """The parameters that are read low without a cast in each call."""

@@ -372,6 +372,7 @@ class MergeRepeated(Pass):
 
     Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
     reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
+    Nor more of them than the list's ``backward_depth``, for the gradients of all that read the one value are added up.
     """
 
     name = "merge repeated"
@@ -386,10 +387,14 @@ class MergeRepeated(Pass):
         outputs = alias.handed_out(graph)
         first: dict[tuple[object, str], fx.Node] = {}
         merged: dict[fx.Node, list[str]] = {}
+        limit = self.settings.op_list.backward_depth
+        most = math.inf if limit is None or limit.most is None else limit.most
         for node in list(graph.nodes):
             if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
                 call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
                 kept = first.setdefault((node.target, call), node)
+                if 1 + len(merged.get(kept, ())) >= most:
+                    kept = first[node.target, call] = node
                 if kept is not node and rule(kept) == rule(node):
                     node.replace_all_uses_with(kept)
                     stand_for(kept, *all_names(node))

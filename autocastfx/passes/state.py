@@ -14,6 +14,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
+from autocastfx.passes.analysis.backward_adds import Readers
 from autocastfx.passes.analysis.exact_numbers import HeldValues
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.units import Ports
@@ -66,6 +67,17 @@ class Settings:
     def matcher(self) -> Matcher:
         """Gives the rule that decides a node."""
         return Matcher(self.op_list, self.device)
+
+    def readers(
+        self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], low: Callable[[fx.Node], bool]
+    ) -> Readers:
+        """The gradients that the readers of each value give it, where ``low`` is true for what reads it in 16 bits."""
+        return Readers.of(
+            graph,
+            lambda node: node in decisions and low(node),
+            lambda node: node in decisions and decisions[node].category is Category.CLEAR,
+            self.op_list.backward_depth,
+        )
 
     def category(self, node: fx.Node) -> Category | None:
         """The category of ``node`` by the list; None if no rule decides it."""

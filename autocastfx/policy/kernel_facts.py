@@ -25,6 +25,7 @@ PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 # Levels of folding, each with the tables of ops that it uses.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
 
+CONTRIBUTIONS = ("indexed", "windows", "replicated", "reflected", "adaptive", "interpolated", "overlapping")
 _WHOLE = ("made", "truth", "counted", "filled", "added", "multiplied", "summed", "moved", "bounded")
 
 
@@ -52,6 +53,9 @@ class KernelFacts:
         whole_numbers: by op that can give whole numbers, the kind of whole number.
         holds_masks: ops whose results may hold numbers that mask beside others.
         recomputes: ops that backward may run again, in place of keeping what they gave.
+        adds_in_16_bits: per (device type, ``"forward"`` or ``"backward"``), the ops whose kernel adds up in 16 bits.
+            Others add up in float32, and round once.
+        contributions: by op whose backward adds up, what says how many gradients meet in one element.
         reduces: by op that reduces many elements into one, the source of their number (``graph.product.KINDS``).
     """
 
@@ -62,6 +66,8 @@ class KernelFacts:
     folds: Mapping[tuple[str, str, str], frozenset[str]]
     expands_range: frozenset[str]
     reduces: Mapping[str, str]
+    adds_in_16_bits: Mapping[tuple[str, str], frozenset[str]]
+    contributions: Mapping[str, str]
     float32_parameters: Mapping[str, frozenset[str]]
     joins: frozenset[str]
     folds_with_parameters: frozenset[str]
@@ -114,6 +120,7 @@ def _read(tree: Tree) -> KernelFacts:
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
+    tree.child("contributions").check_keys(CONTRIBUTIONS, what="kind of contribution")
     return KernelFacts(**{name: _TABLES.get(name, _ops)(tree.child(name)) for name in names})
 
 
@@ -143,10 +150,10 @@ def _ops(tree: Tree) -> frozenset[str]:
 
 # How the facts are read that are not a list of ops.
 _TABLES: Mapping[str, Callable[[Tree], Any]] = {
-    "no_kernel": _by_device,
+    **dict.fromkeys(("no_kernel", "adds_in_16_bits"), _by_device),
     "folds": _by_level,
     "same_operands": _pairs,
-    **dict.fromkeys(("whole_numbers", "reduces"), _kinds),
+    **dict.fromkeys(("whole_numbers", "reduces", "contributions"), _kinds),
     **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
 }
 

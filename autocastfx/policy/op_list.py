@@ -141,9 +141,17 @@ _REDUCTION_DEPTH = ListKey(
 _PRODUCT_DEPTH = ListKey(
     "a product that adds up fewer elements into one is treated as elementwise work (`infer`), and a dot product, "
     "which gives one number, as `sum`; `null` lifts the limit",
-    read=read_rules.product_depth,
+    read=lambda tree: read_rules.depth(tree, "product_depth"),
     write=lambda limit: limit.most,
     said=lambda limit: [("product_depth", str(limit), "")],
+    over=later_or_earlier,
+)
+_BACKWARD_DEPTH = ListKey(
+    "the most gradients that 16 bits may add up in backward, in a kernel or from the readers of a value; a kernel with "
+    "more runs in float32, and readers share further casts; `null` lifts the limit",
+    read=lambda tree: read_rules.depth(tree, "backward_depth"),
+    write=lambda limit: limit.most,
+    said=lambda limit: [("backward_depth", str(limit), "")],
     over=later_or_earlier,
 )
 _DEMANDS = ListKey(
@@ -183,6 +191,7 @@ class OpList:
         reduction_depth: per op, the most elements that it may reduce into one in 16 bits.
         product_depth: the fewest elements that a contraction must add up to count as a product; with fewer it is
             elementwise work.
+        backward_depth: the most gradients of one element that are added up in 16 bits.
         demands: per op that cannot use a rounded operand, its demand on the ops before it.
         conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
         modules: the rules for module paths, sorted; a later list's have the higher ranks.
@@ -203,6 +212,7 @@ class OpList:
         default_factory=dict[str, DepthLimit], metadata={"key": _REDUCTION_DEPTH}
     )
     product_depth: DepthLimit | None = field(default=None, metadata={"key": _PRODUCT_DEPTH})
+    backward_depth: DepthLimit | None = field(default=None, metadata={"key": _BACKWARD_DEPTH})
     demands: Mapping[str, Demand] = field(default_factory=dict[str, Demand], metadata={"key": _DEMANDS})
     aliases: Mapping[str, str] = field(default_factory=dict[str, str], metadata={"key": _ALIASES})
     unlisted: Category | None = field(default=None, metadata={"key": _UNLISTED})

@@ -403,9 +403,9 @@ def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
             yield name, DepthLimit(limit.as_limit(), limit.source)
 
 
-def product_depth(tree: Tree) -> DepthLimit | None:
-    """Return the depth from which a contraction is a product; None if the list gives none."""
-    setting = tree.child("product_depth")
+def depth(tree: Tree, key: str) -> DepthLimit | None:
+    """Return the number that ``product_depth`` or ``backward_depth`` gives; None if the list gives none."""
+    setting = tree.child(key)
     return None if setting.is_missing else DepthLimit(setting.as_limit(), setting.source)
 
 

@@ -324,7 +324,7 @@ class DepthLimit:
     """A number of elements that a list sets as limit (None: no limit), with its place in the list.
 
     In ``reduction_depth``: the most that an op may reduce into one in 16 bits. In ``product_depth``: the fewest that a
-    contraction must add up to count as a product.
+    contraction must add up to count as a product. In ``backward_depth``: the most gradients that 16 bits may add up.
     """
 
     most: int | None

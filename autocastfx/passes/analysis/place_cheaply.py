@@ -4,7 +4,8 @@ What the categories leave free is labelled low or float32. ``allow`` and ``deny`
 ``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``deny`` that folds may be low
 between low neighbours. float32 stays float32 until an ``allow`` asks for less: an ``infer`` or a ``promote`` is low
 only if its operands are (torch's own promotion), and so is a ``clear``, but for one that ``allow`` ops alone read. An
-``infer`` that they alone read may cast a parameter. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to,
+``infer`` that they alone read may cast a parameter. Neither holds where so many read it that 16 bits could not add up
+their gradients. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to,
 never what came from outside. Ties are float32.
 
 A node whose error was measured is free of these rules: bytes and errors choose.
@@ -23,11 +24,14 @@ from autocastfx.graph.alias import alias_sets, aliased, moves, reachable
 from autocastfx.graph.magnitude import read_as_scores, takes_mask
 from autocastfx.graph.names import base_name, kernel_name, op_name
 from autocastfx.graph.node import Use, argument, elements, has_float32, is_float32, is_member, producer, tensors, uses
+from autocastfx.passes.analysis.backward_adds import Readers
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
 from autocastfx.passes.analysis.units import Ports, Unit, Units
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
+
+_FEW = Readers()
 
 # Folding: which nodes may yet take and give 16 bits where their list asks for float32. Pure.
 #
@@ -265,6 +269,7 @@ def bytes_moved(
     *,
     keep_output_dtype: bool = True,
     weights: frozenset[fx.Node] = frozenset(),
+    readers_of: Readers = _FEW,
 ) -> int:
     """Bytes read and written by the computing nodes of ``graph`` and the casts that ``placements`` need.
 
@@ -287,7 +292,8 @@ def bytes_moved(
             is_weight = read_in is Precision.LOW and use.node in weights
             if read_in is not stored(use.node) and not is_weight:
                 reader = node if use.node in units.storages else None  # what is mutated is cast anew for each reader
-                casts[use.node, read_in, reader] = CAST * elements(use.node)
+                shared = readers_of.casts(use.node) if read_in is Precision.LOW and reader is None else 1
+                casts[use.node, read_in, reader] = CAST * elements(use.node) * shared
             if counts:
                 moved += read_in.size * elements(use.node)
         if counts:
@@ -333,6 +339,7 @@ def place_cheaply(
     sizes_known: bool = True,
     measured: frozenset[fx.Node] = frozenset(),
     priced: Iterable[Term] = (),
+    readers_of: Readers = _FEW,
 ) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
@@ -348,16 +355,18 @@ def place_cheaply(
         sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
         measured: nodes that errors and bytes place, whatever their category.
         priced: what errors cost.
+        readers_of: how many gradients the readers of a value give it.
     """
     open_ones = {u for u in units if len(u.nodes) == 1 and u.nodes[0] in measured}
     folding = {u: fold for u, fold in _folding(units, folds or {}).items() if u not in open_ones}
     float32 = _forced(units, folding, open_ones)
     low = {u: Cause(Why(u.category.value)) for u in units if u.category.is_low and u not in open_ones}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
-    terms = list(_Terms(graph, units, float32, keep_output_dtype))
+    terms = list(_Terms(graph, units, float32, keep_output_dtype, readers_of))
     provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
-    spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers)
-    terms += _rules(units, folding, provenance, readers, spared, open_ones, rounds=rounds)
+    crowded = {u for u in units if any(readers_of.casts(node) > 1 for node in u.nodes)}
+    spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers, crowded)
+    terms += _rules(units, folding, provenance, readers, spared, open_ones, crowded, rounds=rounds)
     terms += _taints(folding, float32.keys() | open_ones)
     terms += priced
     fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
@@ -420,8 +429,15 @@ def _why(
 class _Terms:
     """The bytes of every placement, as terms of a cut."""
 
-    def __init__(self, graph: fx.Graph, units: Units, float32: Mapping[Unit, Cause], keep_output_dtype: bool) -> None:
-        self.units, self.float32 = units, float32
+    def __init__(
+        self,
+        graph: fx.Graph,
+        units: Units,
+        float32: Mapping[Unit, Cause],
+        keep_output_dtype: bool,
+        readers_of: Readers,
+    ) -> None:
+        self.units, self.float32, self.readers_of = units, float32, readers_of
         self.graph, self.keep_output_dtype = graph, keep_output_dtype
         # By value: the nodes that read it, however often, each with the label of what it reads in.
         self.low_readers: dict[fx.Node, dict[fx.Node, Label]] = defaultdict(dict)
@@ -484,7 +500,7 @@ class _Terms:
         return (2 if source.category.is_low else 1), 0
 
     def _casts(self, value: fx.Node) -> Iterator[Term]:
-        """One cast to each precision, however many read it; of what is mutated, one for each reader."""
+        """One cast to each precision, or several if many read it; of what is mutated, one for each reader."""
         stored, cost = self._stored(value), CAST * elements(value)
         low, float32 = tuple(self.low_readers[value].values()), tuple(self.float32_readers[value].values())
         if value in self.units.storages:
@@ -492,7 +508,7 @@ class _Terms:
             yield from (Term(cost, (stored,), (reader,)) for reader in float32 if reader is not stored)
             return
         if low:
-            yield Term(cost, low, (stored,))
+            yield Term(cost * self.readers_of.casts(value), low, (stored,))
         if float32:
             yield Term(cost, (stored,), float32)
 
@@ -516,12 +532,13 @@ def _rules(
     readers: _Readers,
     spared: Set[Label],
     open_ones: Set[Unit],
+    crowded: Set[Label],
     *,
     rounds: bool,
 ) -> Iterator[Term]:
     """Each neighbour that must be low where a unit is."""
-    only_for_low = _only_for_allow(units, readers)
-    only_beside_low = _only_for(only_for_low | spared, units, readers)
+    only_for_low = _only_for_allow(units, readers, crowded)
+    only_beside_low = _only_for(only_for_low | spared, units, readers, crowded)
     for unit in (u for u in units if u not in open_ones):
         asked: Iterable[fx.Node] = ()
         if unit in folding:
@@ -539,23 +556,24 @@ def _rules(
         yield from (Term(None, (unit,), (units.stored(read) or OUTSIDE,)) for read in asked)
 
 
-def _only_for(chosen: Set[Label], units: Units, readers: _Readers) -> set[Label]:
-    """These units, and the ``clear`` units that they alone read."""
+def _only_for(chosen: Set[Label], units: Units, readers: _Readers, crowded: Set[Label]) -> set[Label]:
+    """These units, and the ``clear`` units that they alone read; not those that so many read."""
     labels = {*chosen}
     for unit in reversed(list(units)):
-        if unit.category is Category.CLEAR and _all_in(labels, readers[unit]):
+        if unit.category is Category.CLEAR and unit not in crowded and _all_in(labels, readers[unit]):
             labels.add(unit)
     return labels
 
 
-def _only_for_allow(units: Units, readers: _Readers) -> set[Label]:
-    return _only_for({u for u in units if u.category.is_low}, units, readers)
+def _only_for_allow(units: Units, readers: _Readers, crowded: Set[Label]) -> set[Label]:
+    return _only_for({u for u in units if u.category.is_low}, units, readers, crowded)
 
 
-def _spared(units: Units, readers: _Readers) -> set[Label]:
-    """The ``infer`` units that ``allow`` ops alone read: their results are rounded in any case."""
-    only_for_low = _only_for_allow(units, readers)
-    return {u for u in units if u.category is Category.INFER and _all_in(only_for_low, readers[u])}
+def _spared(units: Units, readers: _Readers, crowded: Set[Label]) -> set[Label]:
+    """The ``infer`` units that ``allow`` ops alone read, not too many: their results are rounded in any case."""
+    only_for_low = _only_for_allow(units, readers, crowded)
+    infer = (u for u in units if u.category is Category.INFER and u not in crowded)
+    return {u for u in infer if _all_in(only_for_low, readers[u])}
 
 
 def _all_in(chosen: Set[Label], readers: tuple[Label, ...]) -> bool:
