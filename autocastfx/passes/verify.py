@@ -125,9 +125,9 @@ def verify_float8(graph: fx.Graph, planned: Mapping[fx.Node, PlannedFloat8]) -> 
     """
     for node in graph.nodes:
         products = planned[node].products if node in planned else ()
-        found = argument(node, "products") if node.target is float8_linear else ()
-        if tuple(found or ()) != tuple(product.value for product in products):
-            said = (", ".join(names) or "none" for names in (found or (), products))
+        found = argument(node, "products").split() if node.target is float8_linear else []
+        if found != [product.value for product in products]:
+            said = (", ".join(names) or "none" for names in (found, products))
             raise VerifyError(_report(graph, node, "runs in float8: {}, planned: {}".format(*said)))
 
 
