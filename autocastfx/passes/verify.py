@@ -15,10 +15,12 @@ from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Use, argument, captured_behind, dtypes, origin, set_value, subgraphs, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
+from autocastfx.passes.analysis.kept_args import check_kept_args
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
 from autocastfx.policy.float8 import E4M3
+from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
 from autocastfx.runtime.working_copies import quantized_copy
 
@@ -28,6 +30,7 @@ def verify(
     planned: PlannedDtypes,
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     attributes: Mapping[str, Any],
+    op_list: OpList | None = None,
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
@@ -40,8 +43,10 @@ def verify(
         planned: the dtypes of its values.
         captured: output dtypes before rewriting, of every node.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+        op_list: of the conversion, whose ``keep_args`` kernels have to take; None: they are not tried.
 
     Raises:
+        OpListError: a kernel does not take an argument that the list leaves in float32.
         VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
     """
     try:
@@ -57,6 +62,8 @@ def verify(
         is_to_change = node in captured and planned.gives(node) != dtypes(node)
         if computes and (value(node) is None or reads_changed or is_to_change):
             before = value(node)
+            if op_list is not None and (kept := op_list.keeps(op_name(node))).names and not kept.shipped:
+                check_kept_args(node, kept, _callable(node), planned.gives(node))
             set_value(node, _run(node, graph))
             if before is None or dtypes_of(before) != dtypes(node):
                 changed.add(node)
@@ -68,12 +75,14 @@ def verify(
             raise VerifyError(_report(graph, node, problem))
 
 
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    return node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+
+
 def _run(node: fx.Node, graph: fx.Graph) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), value)
-    target = node.target
-    call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
     try:
-        return abstract_call(call, args, kwargs)
+        return abstract_call(_callable(node), args, kwargs)
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
         raise VerifyError(_report(graph, node, f"{op_name(node)}({shown}) fails: {error}")) from error
@@ -152,9 +161,10 @@ class Verify(Pass):
         """The state, the new nodes of its graph with abstract values.
 
         Raises:
+            OpListError: a kernel does not take an argument that the list leaves in float32.
             VerifyError: the graph is not what was planned.
         """
         if state.guesses is None and state.planned is not None:
-            verify(state.graph, state.planned(state), state.dtypes, state.attributes)
+            verify(state.graph, state.planned(state), state.dtypes, state.attributes, self.settings.op_list)
             verify_float8(state.graph, state.float8)
         return state

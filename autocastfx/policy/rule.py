@@ -335,6 +335,15 @@ class DepthLimit:
 
 
 @dataclass(frozen=True)
+class KeptArguments:
+    """The ``names`` of the arguments of an op that stay float32 where it runs in 16 bits, with their place."""
+
+    names: tuple[str, ...]
+    source: TextPlace | None = field(default=None, compare=False)
+    shipped: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Demand:
     """A demand of an op that cannot use a rounded operand: it and the ops that lead to it run in float32.
 
