@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
+from torch.library import CustomOpDef
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
@@ -155,12 +156,18 @@ def located(path: str) -> Any:
 def canonical(path: str) -> str:
     """Return the op name for a dotted path; the path itself if no loaded module holds it.
 
-    ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``.
+    ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``, and what
+    ``torch.library.custom_op`` made becomes ``namespace::op``.
     """
-    target = located(path)
+    return named(located(path)) or path
+
+
+def named(target: object) -> str | None:
+    """Return the op name of a function, an operator or a class; None for anything else."""
     if isinstance(target, type):
         return f"{target.__module__}.{target.__qualname__}"
-    return of_function(target) if isinstance(target, FUNCTIONS) else path
+    target = target._opoverload if isinstance(target, CustomOpDef) else target
+    return of_function(target) if isinstance(target, (*FUNCTIONS, OpOverload, OpOverloadPacket)) else None
 
 
 # The arguments of ops: names and types, and the values that a node passes, defaults included.

@@ -19,7 +19,7 @@ from torch import nn
 
 from autocastfx.errors import KeyPath, OpListError, Source, TextPlace, shown
 from autocastfx.files import read_whole
-from autocastfx.graph.names import argument_types, canonical, located, of_function
+from autocastfx.graph.names import argument_types, canonical, located, named, of_function
 from autocastfx.policy.rule import Scalar
 
 # Names that people write in lists from habit, with the names that they mean.
@@ -436,7 +436,9 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
     if isinstance(data, str):
         return yaml.ScalarNode(f"{STANDARD}str", str.__str__(data), mark)
     if type(data) not in _WORDS:
-        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
+        name = named(data)
+        hint = f": write {name!r}" if name is not None and "<" not in name else ""  # a local function has no path
+        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}{hint}", place)
     try:
         text = yaml.safe_dump(data).split()[0]
     except ValueError:  # Python writes integers of 4,300 digits at most

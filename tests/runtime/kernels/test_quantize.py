@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autocastfx.policy.float8 import E4M3, RECIPES, Layout, Product
+from autocastfx.policy.float8 import E4M3, RECIPES, Layout
 from autocastfx.runtime.kernels.chosen import names_chosen
 from autocastfx.runtime.operators import float8
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
