@@ -6,41 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PureWindowsPath
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "AutocastFXError",
-    "BannedOpError",
-    "BisectError",
-    "CalibrationError",
-    "CaptureError",
-    "EvaluationsError",
-    "GpuError",
-    "KeyPath",
-    "LossScaleError",
-    "ManyVariantsWarning",
-    "MissingExtraError",
-    "ModelSpecError",
-    "NodeError",
-    "NotCapturedError",
-    "OpListError",
-    "PlanError",
-    "ScaledGradientsWarning",
-    "SensitivityError",
-    "SkippedStepWarning",
-    "Source",
-    "StateWarning",
-    "TextPlace",
-    "UncapturedGraphWarning",
-    "UncheckedWarning",
-    "UnknownNameError",
-    "UnmatchedPlanWarning",
-    "UnmatchedRuleWarning",
-    "UnsupportedError",
-    "VariantError",
-    "VerifyError",
-]
-
 _LONG = 256  # bits; messages do not write out longer integers
 
 

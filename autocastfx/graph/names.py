@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
-from torch.library import CustomOpDef
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 # Canonical op names of fx nodes, the names used in op lists.
 
 # The ATen ops behind Python's operators on tensors, by the names of both where these differ.
-_ATENS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pos": "positive", "and_": "bitwise_and"}
-_ATENS |= {"or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not"}
-_ATENS |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}
+_ATENS = {
+    **{"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pos": "positive", "and_": "bitwise_and"},
+    **{"or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not"},
+    **{"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"},
+}
 _ASSIGNING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")  # as in x += y
 _OTHERS = ("matmul", "neg", "pos", "abs", "invert", "lshift", "rshift", "getitem", "setitem")
 _OPERATORS: dict[Any, str] = {

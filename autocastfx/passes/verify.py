@@ -20,7 +20,6 @@ from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
 from autocastfx.policy.float8 import E4M3
-from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
 from autocastfx.runtime.working_copies import quantized_copy
 
@@ -30,7 +29,7 @@ def verify(
     planned: PlannedDtypes,
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     attributes: Mapping[str, Any],
-    op_list: OpList | None = None,
+    try_kernel: Callable[[fx.Node], None] = lambda _: None,
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
@@ -43,7 +42,7 @@ def verify(
         planned: the dtypes of its values.
         captured: output dtypes before rewriting, of every node.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
-        op_list: of the conversion, whose ``keep_args`` kernels have to take; None: they are not tried.
+        try_kernel: refuses a node whose kernel does not take what the list makes it read. Called before it is run.
 
     Raises:
         OpListError: a kernel does not take an argument that the list leaves in float32.
@@ -62,8 +61,7 @@ def verify(
         is_to_change = node in captured and planned.gives(node) != dtypes(node)
         if computes and (value(node) is None or reads_changed or is_to_change):
             before = value(node)
-            if op_list is not None and (kept := op_list.keeps(op_name(node))).names and not kept.shipped:
-                check_kept_args(node, kept, _callable(node), planned.gives(node))
+            try_kernel(node)
             set_value(node, _run(node, graph))
             if before is None or dtypes_of(before) != dtypes(node):
                 changed.add(node)
@@ -165,6 +163,13 @@ class Verify(Pass):
             VerifyError: the graph is not what was planned.
         """
         if state.guesses is None and state.planned is not None:
-            verify(state.graph, state.planned(state), state.dtypes, state.attributes, self.settings.op_list)
+            planned = state.planned(state)
+
+            def try_kernel(node: fx.Node) -> None:
+                kept = self.settings.op_list.keeps(op_name(node))
+                if kept.names and not kept.shipped:
+                    check_kept_args(node, kept, _callable(node), planned.gives(node), self.settings.device)
+
+            verify(state.graph, planned, state.dtypes, state.attributes, try_kernel)
             verify_float8(state.graph, state.float8)
         return state

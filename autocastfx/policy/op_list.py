@@ -23,16 +23,7 @@ from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen
 from autocastfx.policy.read_rules import ListKey, Said, laid_over, later_or_earlier, limited, stacked
-from autocastfx.policy.rule import (
-    ANY_REDUCTION,
-    Category,
-    Condition,
-    Demand,
-    DepthLimit,
-    KeptArguments,
-    ModuleRule,
-    Rule,
-)
+from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, KeptArgs, ModuleRule, Rule
 from autocastfx.policy.saved import SavedRule, saved_rules, written
 from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
@@ -202,9 +193,7 @@ class OpList:
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     conditional: Mapping[RuleKey, Rule] = field(default_factory=dict[RuleKey, Rule])
     modules: tuple[ModuleRule, ...] = field(default=(), metadata={"key": _MODULES})
-    keep_args: Mapping[str, KeptArguments] = field(
-        default_factory=dict[str, KeptArguments], metadata={"key": _KEEP_ARGS}
-    )
+    keep_args: Mapping[str, KeptArgs] = field(default_factory=dict[str, KeptArgs], metadata={"key": _KEEP_ARGS})
     float8: tuple[Float8Rule, ...] = field(default=(), metadata={"key": _FLOAT8})
     saved: tuple[SavedRule, ...] = field(default=(), metadata={"key": _SAVED})
     set_dtype: frozenset[str] = field(default=frozenset(), metadata={"key": _SET_DTYPE})
@@ -293,7 +282,7 @@ class OpList:
                 return rule
         return None
 
-    def keeps(self, op: str) -> KeptArguments:
+    def keeps(self, op: str) -> KeptArgs:
         """Return the arguments of ``op`` that stay float32, with the place that says so."""
         return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), _NONE_KEPT)
 
@@ -386,7 +375,7 @@ class OpList:
 
 
 _FIELDS: Mapping[str, ListKey] = {f.name: f.metadata["key"] for f in fields(OpList) if "key" in f.metadata}
-_NOTHING, _NONE_KEPT = OpList(), KeptArguments(())
+_NOTHING, _NONE_KEPT = OpList(), KeptArgs(())
 KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
     **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),
     **{name: key.meaning for name, key in _FIELDS.items()},

@@ -17,7 +17,7 @@ from autocastfx.policy.rule import (
     Condition,
     Demand,
     DepthLimit,
-    KeptArguments,
+    KeptArgs,
     ModuleRule,
     Rule,
     Scalar,
@@ -367,12 +367,12 @@ def _float8_settings(tree: Tree) -> dict[str, Any]:
     return settings
 
 
-def keep_args(tree: Tree) -> Iterator[tuple[str, KeptArguments]]:
+def keep_args(tree: Tree) -> Iterator[tuple[str, KeptArgs]]:
     """Yield, per op, the arguments that stay float32."""
     for op, names in tree.child("keep_args").items():
         if any(known([op])):
             kept = tuple(name.argument_of(op.op_name()) for name in names.as_strings())
-            yield op.op_name(), KeptArguments(kept, op.source, op.shipped)
+            yield op.op_name(), KeptArgs(kept, op.source, op.shipped)
 
 
 def aliases(tree: Tree) -> dict[str, str]:

@@ -335,7 +335,7 @@ class DepthLimit:
 
 
 @dataclass(frozen=True)
-class KeptArguments:
+class KeptArgs:
     """The ``names`` of the arguments of an op that stay float32 where it runs in 16 bits, with their place."""
 
     names: tuple[str, ...]

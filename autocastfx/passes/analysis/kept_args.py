@@ -16,22 +16,23 @@ from autocastfx.errors import OpListError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, example, uses, value
 from autocastfx.graph.sizes import abstract_call, dtypes_of
-from autocastfx.policy.rule import KeptArguments
+from autocastfx.policy.rule import KeptArgs
 
 
 def check_kept_args(
-    node: fx.Node, kept: KeptArguments, call: Callable[..., Any], gives: tuple[torch.dtype, ...]
+    node: fx.Node, kept: KeptArgs, call: Callable[..., Any], gives: tuple[torch.dtype, ...], device: str
 ) -> None:
     """Run ``node`` on ones, with float32 arguments where a list leaves them so and the node runs in 16 bits.
 
-    Abstract values stand in only where this machine lacks the device, or a size depends on data: torch lets them pass
-    in mixtures that kernels refuse.
+    Abstract values stand in only where the values are on no such device, or a size depends on data: torch lets them
+    pass in mixtures that kernels refuse.
 
     Args:
         node: of a rewritten graph. What it reads has abstract values.
         kept: what the list says of its op.
         call: what it calls.
         gives: the dtypes that are planned for its values.
+        device: the type of the one whose kernels are meant.
 
     Raises:
         OpListError: the kernel does not take the arguments so, or gives other dtypes; with the place in the list.
@@ -42,7 +43,9 @@ def check_kept_args(
         return
     args, kwargs = map_arg((node.args, node.kwargs), value)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if all(map(_is_known, leaves)):
+    own = torch.accelerator.current_accelerator(check_available=True)
+    is_here = device == "cpu" or (own is not None and device == own.type)
+    if is_here and all(_is_known(leaf, device) for leaf in leaves):
         args, kwargs = pytree.tree_unflatten(map(_filled, leaves), spec)
     with random_numbers_kept(), torch.no_grad(), torch._C._DisableAutocast():
         try:
@@ -62,13 +65,12 @@ def check_kept_args(
     )
 
 
-def _is_known(leaf: object) -> bool:
-    """True if an argument can be made for a kernel of this machine."""
+def _is_known(leaf: object, device: str) -> bool:
+    """True if an argument of this size can be made, for a kernel of the device."""
     if not isinstance(leaf, torch.Tensor):
         return leaf is None or example(leaf) is not None
-    own = torch.accelerator.current_accelerator()
-    has_device = leaf.device.type in ("cpu", own and own.type)
-    return has_device and leaf.layout == torch.strided and all(example(n) is not None for n in leaf.shape)
+    is_plain = leaf.layout == torch.strided and leaf.device.type == device
+    return is_plain and all(example(n) is not None for n in leaf.shape)
 
 
 def _filled(leaf: Any) -> Any:
