@@ -8,7 +8,6 @@ from autocastfx.cli.interrupt import end_when_interrupted
 
 end_when_interrupted()  # before the other imports, which take seconds
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -123,51 +122,13 @@ _HOMES = {
     "training.loss_scaler": "LossScaler",
     "training.optimizer": "LossScalingOptimizer StepResult",
 }
-# Names that were here before, and the modules that have them; after a ``=`` their names there.
-_MOVED = {
-    "errors": (
-        "AutocastFXError BannedOpError BisectError CalibrationError CaptureError EvaluationsError GpuError "
-        "LossScaleError ManyVariantsWarning MissingExtraError NodeError NotCapturedError OpListError PlanError "
-        "ScaledGradientsWarning SensitivityError SkippedStepWarning StateWarning UncapturedGraphWarning "
-        "UnmatchedPlanWarning UnmatchedRuleWarning UnsupportedError VariantError VerifyError"
-    ),
-    "graph.magnitude": "Exponents Margin Shares",
-    "numerics.bisect": "Bisection Place=OpInModule",
-    "numerics.check": "Check CheckedValue",
-    "numerics.find_overflow": "InputRange Overflow",
-    "numerics.gradient_histogram": "GradientHistogram",
-    "numerics.logprob_gap": "LogprobGap",
-    "numerics.plan_search": "Point",
-    "numerics.tune": "Tuned",
-    "numerics.watch": "SkippedStep Watch WatchedNode",
-    "plan.plan": "Cause Decision Forced Placement PlannedCast PlannedCopy PlannedNode Precision Recomposed Why",
-    "plan.plan_diff": "Difference PlanDiff",
-    "plan.ranges": "Range",
-    "plan.sensitivity": "Effect",
-    "policy.rule": "Category ModuleRule Rule",
-    "policy.write_list": "Change",
-    "report.comparison": "Beginning ComparedNode ComparedParameter ComparedVariant Deviation",
-    "report.compiled_graph": "CompiledGraph",
-    "report.dump": "Page",
-    "report.lint.lint": "Lint OpEstimate",
-    "report.lint.odd_size": "OddSize",
-    "report.lint.roofline": "Total",
-}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_NEW_HOME_OF = {
-    one.partition("=")[0]: (home, one.rpartition("=")[2]) for home, names in _MOVED.items() for one in names.split()
-}
 
 
 def __getattr__(name: str) -> Any:
-    if (home := _HOME_OF.get(name)) is None:
-        if name not in _NEW_HOME_OF:
-            raise AttributeError(f"module 'autocastfx' has no attribute {name!r}")
-        home, new_name = _NEW_HOME_OF[name]
-        said = f"autocastfx.{name} is autocastfx.{home}.{new_name} now; the old name goes with the next version."
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(f"autocastfx.{home}"), new_name)
-    value = globals()[name] = getattr(import_module(f"autocastfx.{home}"), name)
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'autocastfx' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"autocastfx.{_HOME_OF[name]}"), name)
     return value
 
 

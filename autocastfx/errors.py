@@ -6,41 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PureWindowsPath
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "AutocastFXError",
-    "BannedOpError",
-    "BisectError",
-    "CalibrationError",
-    "CaptureError",
-    "EvaluationsError",
-    "GpuError",
-    "KeyPath",
-    "LossScaleError",
-    "ManyVariantsWarning",
-    "MissingExtraError",
-    "ModelSpecError",
-    "NodeError",
-    "NotCapturedError",
-    "OpListError",
-    "PlanError",
-    "ScaledGradientsWarning",
-    "SensitivityError",
-    "SkippedStepWarning",
-    "Source",
-    "StateWarning",
-    "TextPlace",
-    "UncapturedGraphWarning",
-    "UncheckedWarning",
-    "UnknownNameError",
-    "UnmatchedPlanWarning",
-    "UnmatchedRuleWarning",
-    "UnsupportedError",
-    "VariantError",
-    "VerifyError",
-]
-
 _LONG = 256  # bits; messages do not write out longer integers
 
 
@@ -121,31 +86,27 @@ class UnknownNameError(AutocastFXError, KeyError):
         return str(self.args[0]) if self.args else ""  # a KeyError's text has quotes around it
 
 
-class OpListError(AutocastFXError, ValueError):
+class _PlacedError(AutocastFXError, ValueError):
+    """An error with the place of the offending text, if known: its message begins with it."""
+
+    def __init__(self, message: str, source: TextPlace | None = None) -> None:
+        super().__init__(f"{source}: {message}" if source else message)
+        self.source = source
+
+
+class OpListError(_PlacedError):
     """An op list cannot be read, or its rules contradict each other for a node.
 
     ``source`` is the place of the offending text, if known.
     """
 
-    def __init__(self, message: str, source: TextPlace | None = None) -> None:
-        super().__init__(f"{source}: {message}" if source else message)
-        self.source = source
 
-
-class CalibrationError(AutocastFXError, ValueError):
+class CalibrationError(_PlacedError):
     """Ranges or gradients cannot be measured or read. ``source`` is the place in the file, if one was read."""
 
-    def __init__(self, message: str, source: Source | None = None) -> None:
-        super().__init__(f"{source}: {message}" if source else message)
-        self.source = source
 
-
-class PlanError(AutocastFXError, ValueError):
+class PlanError(_PlacedError):
     """A plan given to a conversion cannot be read or obeyed. ``source`` is the place of the offending line."""
-
-    def __init__(self, message: str, source: TextPlace | None = None) -> None:
-        super().__init__(f"{source}: {message}" if source else message)
-        self.source = source
 
 
 class LossScaleError(AutocastFXError, RuntimeError):

@@ -261,7 +261,7 @@ class Bench:
                     with variant.graph.inserting_before(node):
                         weight = variant.graph.call_function(torch.ops.aten.t.default, (weight,))
                 node.target, node.kwargs = float8_linear, {}
-                node.args = (x, weight, bias, [], [], [], [], RECIPE, [product], True)
+                node.args = (x, weight, bias, [], [], [], [], RECIPE, product, True)
         amp_model.recompile()
         given = (self.case.loss, "gradient", self.case.inputs)
         return TargetDistance(self.model, self.judge.batches[:1], *given)(amp_model, LOW)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
@@ -21,43 +22,17 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescript
 
 # Canonical op names of fx nodes, the names used in op lists.
 
-# The ATen ops behind Python's operators on tensors.
+# The ATen ops behind Python's operators on tensors, by the names of both where these differ.
+_ATENS = {
+    **{"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pos": "positive", "and_": "bitwise_and"},
+    **{"or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not"},
+    **{"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"},
+}
+_ASSIGNING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")  # as in x += y
+_OTHERS = ("matmul", "neg", "pos", "abs", "invert", "lshift", "rshift", "getitem", "setitem")
 _OPERATORS: dict[Any, str] = {
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.truediv: "div",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.pow: "pow",
-    operator.matmul: "matmul",
-    operator.neg: "neg",
-    operator.pos: "positive",
-    operator.abs: "abs",
-    operator.eq: "eq",
-    operator.ne: "ne",
-    operator.lt: "lt",
-    operator.le: "le",
-    operator.gt: "gt",
-    operator.ge: "ge",
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.xor: "bitwise_xor",
-    operator.invert: "bitwise_not",
-    operator.lshift: "bitwise_left_shift",
-    operator.rshift: "bitwise_right_shift",
-    operator.iadd: "add_",
-    operator.isub: "sub_",
-    operator.imul: "mul_",
-    operator.itruediv: "div_",
-    operator.ifloordiv: "floor_divide_",
-    operator.imod: "remainder_",
-    operator.ipow: "pow_",
-    operator.iand: "bitwise_and_",
-    operator.ior: "bitwise_or_",
-    operator.ixor: "bitwise_xor_",
-    operator.getitem: "getitem",
-    operator.setitem: "setitem",
+    **{getattr(operator, n): _ATENS.get(n, n) for n in (*_ASSIGNING, *_OTHERS, "eq", "ne", "lt", "le", "gt", "ge")},
+    **{getattr(operator, f"i{n.rstrip('_')}"): f"{_ATENS.get(n, n)}_" for n in _ASSIGNING},
 }
 
 
@@ -155,12 +130,18 @@ def located(path: str) -> Any:
 def canonical(path: str) -> str:
     """Return the op name for a dotted path; the path itself if no loaded module holds it.
 
-    ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``.
+    ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``, and what
+    ``torch.library.custom_op`` made becomes ``namespace::op``.
     """
-    target = located(path)
+    return named(located(path)) or path
+
+
+def named(target: object) -> str | None:
+    """Return the op name of a function, an operator or a class; None for anything else."""
     if isinstance(target, type):
         return f"{target.__module__}.{target.__qualname__}"
-    return of_function(target) if isinstance(target, FUNCTIONS) else path
+    target = target._opoverload if isinstance(target, CustomOpDef) else target
+    return of_function(target) if isinstance(target, (*FUNCTIONS, OpOverload, OpOverloadPacket)) else None
 
 
 # The arguments of ops: names and types, and the values that a node passes, defaults included.

@@ -77,8 +77,7 @@ def product_differences(
     is_back = gradient is not None
     wanted = {p: read for p, read in wanted.items() if p in layouts and is_back and (node, read.place) in returned}
     exact = _run(torch.ops.aten.linear.default, x, weight, gradient, wanted)
-    products = [product.value for product in layouts]
-    rest = (None, [], [], [], [], recipe, products, True)  # no bias, nothing quantised before; emulated
+    rest = (None, [], [], [], [], recipe, " ".join(layouts), True)  # no bias, nothing quantised before; emulated
     rounded = _run(float8_linear, x, weight, gradient, wanted, *rest)
     changed = [(there - here).nan_to_num_(0.0, 0.0, 0.0).to(_KEPT) for there, here in zip(rounded, exact, strict=True)]
     by_read = dict(zip(wanted, changed[1:], strict=True))

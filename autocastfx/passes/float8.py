@@ -204,7 +204,7 @@ class _Rewriting:
         )
         quantized = [self._quantized(v, at, planned.recipe, node) if at is not None else [] for v, at in wanted]
         node.target = float8_linear
-        node.args = (x, weight, bias, *quantized, planned.recipe, [product.value for product in planned.products])
+        node.args = (x, weight, bias, *quantized, planned.recipe, " ".join(planned.products))
         node.kwargs = {"emulate": True} if planned.emulate else {}
 
     def _transposed(self, weight: fx.Node, reader: fx.Node) -> fx.Node:

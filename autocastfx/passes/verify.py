@@ -15,6 +15,7 @@ from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Use, argument, captured_behind, dtypes, origin, set_value, subgraphs, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
+from autocastfx.passes.analysis.kept_args import check_kept_args
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
@@ -28,6 +29,7 @@ def verify(
     planned: PlannedDtypes,
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     attributes: Mapping[str, Any],
+    try_kernel: Callable[[fx.Node], None] = lambda _: None,
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
@@ -40,8 +42,10 @@ def verify(
         planned: the dtypes of its values.
         captured: output dtypes before rewriting, of every node.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+        try_kernel: refuses a node whose kernel does not take what the list makes it read. Called before it is run.
 
     Raises:
+        OpListError: a kernel does not take an argument that the list leaves in float32.
         VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
     """
     try:
@@ -57,6 +61,7 @@ def verify(
         is_to_change = node in captured and planned.gives(node) != dtypes(node)
         if computes and (value(node) is None or reads_changed or is_to_change):
             before = value(node)
+            try_kernel(node)
             set_value(node, _run(node, graph))
             if before is None or dtypes_of(before) != dtypes(node):
                 changed.add(node)
@@ -68,12 +73,14 @@ def verify(
             raise VerifyError(_report(graph, node, problem))
 
 
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    return node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+
+
 def _run(node: fx.Node, graph: fx.Graph) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), value)
-    target = node.target
-    call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
     try:
-        return abstract_call(call, args, kwargs)
+        return abstract_call(_callable(node), args, kwargs)
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
         raise VerifyError(_report(graph, node, f"{op_name(node)}({shown}) fails: {error}")) from error
@@ -125,9 +132,9 @@ def verify_float8(graph: fx.Graph, planned: Mapping[fx.Node, PlannedFloat8]) -> 
     """
     for node in graph.nodes:
         products = planned[node].products if node in planned else ()
-        found = argument(node, "products") if node.target is float8_linear else ()
-        if tuple(found or ()) != tuple(product.value for product in products):
-            said = (", ".join(names) or "none" for names in (found or (), products))
+        found = argument(node, "products").split() if node.target is float8_linear else []
+        if found != [product.value for product in products]:
+            said = (", ".join(names) or "none" for names in (found, products))
             raise VerifyError(_report(graph, node, "runs in float8: {}, planned: {}".format(*said)))
 
 
@@ -152,9 +159,17 @@ class Verify(Pass):
         """The state, the new nodes of its graph with abstract values.
 
         Raises:
+            OpListError: a kernel does not take an argument that the list leaves in float32.
             VerifyError: the graph is not what was planned.
         """
         if state.guesses is None and state.planned is not None:
-            verify(state.graph, state.planned(state), state.dtypes, state.attributes)
+            planned = state.planned(state)
+
+            def try_kernel(node: fx.Node) -> None:
+                kept = self.settings.op_list.keeps(op_name(node))
+                if kept.names and not kept.shipped:
+                    check_kept_args(node, kept, _callable(node), planned.gives(node), self.settings.device)
+
+            verify(state.graph, planned, state.dtypes, state.attributes, try_kernel)
             verify_float8(state.graph, state.float8)
         return state

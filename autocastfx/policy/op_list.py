@@ -23,7 +23,7 @@ from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen
 from autocastfx.policy.read_rules import ListKey, Said, laid_over, later_or_earlier, limited, stacked
-from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
+from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, KeptArgs, ModuleRule, Rule
 from autocastfx.policy.saved import SavedRule, saved_rules, written
 from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
@@ -107,8 +107,8 @@ _MODULES = ListKey(
 _KEEP_ARGS = ListKey(
     "for each op, the argument or arguments that stay float32 while the op runs in 16 bits",
     read=lambda tree: dict(read_rules.keep_args(tree)),
-    write=lambda kept: {op: list(names) for op, names in sorted(kept.items())},
-    said=lambda kept: [(f"keep_args of {op}", ", ".join(names), "") for op, names in kept.items()],
+    write=lambda kept: {op: list(kept[op].names) for op in sorted(kept)},
+    said=lambda kept: [(f"keep_args of {op}", ", ".join(one.names), "") for op, one in kept.items()],
 )
 _SET_DTYPE = ListKey(
     "with `placement: follow`, the `deny` ops that get float32 through their dtype argument",
@@ -202,9 +202,7 @@ class OpList:
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     conditional: Mapping[RuleKey, Rule] = field(default_factory=dict[RuleKey, Rule])
     modules: tuple[ModuleRule, ...] = field(default=(), metadata={"key": _MODULES})
-    keep_args: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict[str, tuple[str, ...]], metadata={"key": _KEEP_ARGS}
-    )
+    keep_args: Mapping[str, KeptArgs] = field(default_factory=dict[str, KeptArgs], metadata={"key": _KEEP_ARGS})
     float8: tuple[Float8Rule, ...] = field(default=(), metadata={"key": _FLOAT8})
     saved: tuple[SavedRule, ...] = field(default=(), metadata={"key": _SAVED})
     set_dtype: frozenset[str] = field(default=frozenset(), metadata={"key": _SET_DTYPE})
@@ -294,9 +292,13 @@ class OpList:
                 return rule
         return None
 
+    def keeps(self, op: str) -> KeptArgs:
+        """Return the arguments of ``op`` that stay float32, with the place that says so."""
+        return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), _NONE_KEPT)
+
     def kept(self, op: str) -> tuple[str, ...]:
         """Return the names of the arguments of ``op`` that stay float32."""
-        return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), ())
+        return self.keeps(op).names
 
     def float8_of(self, node: fx.Node, device: str) -> Float8Choice | None:
         """Return what the list says of the float8 products of ``node`` on ``device``; None if it says nothing.
@@ -383,7 +385,7 @@ class OpList:
 
 
 _FIELDS: Mapping[str, ListKey] = {f.name: f.metadata["key"] for f in fields(OpList) if "key" in f.metadata}
-_NOTHING = OpList()
+_NOTHING, _NONE_KEPT = OpList(), KeptArgs(())
 KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
     **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),
     **{name: key.meaning for name, key in _FIELDS.items()},

@@ -17,6 +17,7 @@ from autocastfx.policy.rule import (
     Condition,
     Demand,
     DepthLimit,
+    KeptArgs,
     ModuleRule,
     Rule,
     Scalar,
@@ -366,11 +367,12 @@ def _float8_settings(tree: Tree) -> dict[str, Any]:
     return settings
 
 
-def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+def keep_args(tree: Tree) -> Iterator[tuple[str, KeptArgs]]:
     """Yield, per op, the arguments that stay float32."""
     for op, names in tree.child("keep_args").items():
         if any(known([op])):
-            yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
+            kept = tuple(name.argument_of(op.op_name()) for name in names.as_strings())
+            yield op.op_name(), KeptArgs(kept, op.source, op.shipped)
 
 
 def aliases(tree: Tree) -> dict[str, str]:

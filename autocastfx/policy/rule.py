@@ -18,7 +18,6 @@ from autocastfx.errors import ArgumentError, TextPlace
 _PARSER: Any = getattr(re, "_parser", None) or cast("Any", re).sre_parse  # until Python 3.10
 _COMPILER: Any = getattr(re, "_compiler", None) or cast("Any", re).sre_compile
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
-_GROUPS = ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT", "POSSESSIVE_REPEAT", "GROUPREF_EXISTS")
 
 
 def may_backtrack(expression: str) -> bool:
@@ -34,21 +33,20 @@ def may_backtrack(expression: str) -> bool:
     return False
 
 
-def _parts(item: Any) -> Iterator[Any]:
-    """Yield the sequences inside an item of a parsed expression."""
-    kind, argument = str(item[0]), item[1]
-    if kind == "BRANCH":
-        yield from argument[1]
-    elif kind in _REPEATS or kind in _GROUPS:
-        members = argument if isinstance(argument, tuple) else (argument,)
-        yield from (member for member in members if isinstance(member, _PARSER.SubPattern))
+def _parts(argument: Any) -> Iterator[Any]:
+    """Yield the sequences in the argument of an item of a parsed expression."""
+    if isinstance(argument, _PARSER.SubPattern):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for member in cast("Sequence[Any]", argument):
+            yield from _parts(member)
 
 
 def _items(sequence: Any) -> Iterator[Any]:
     """Yield the items of ``sequence``, each followed by those inside it."""
     for item in sequence:
         yield item
-        for part in _parts(item):
+        for part in _parts(item[1]):
             yield from _items(part)
 
 
@@ -59,7 +57,7 @@ def _variable(sequence: Any) -> Iterator[Any]:
         if kind == "BRANCH" or (kind in _REPEATS and item[1][0] != item[1][1]):
             yield item
         else:
-            for part in _parts(item):
+            for part in _parts(item[1]):
                 yield from _variable(part)
 
 
@@ -332,6 +330,15 @@ class DepthLimit:
 
     def __str__(self) -> str:
         return "no limit" if self.most is None else str(self.most)
+
+
+@dataclass(frozen=True)
+class KeptArgs:
+    """The ``names`` of the arguments of an op that stay float32 where it runs in 16 bits, with their place."""
+
+    names: tuple[str, ...]
+    source: TextPlace | None = field(default=None, compare=False)
+    shipped: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from autocastfx.errors import KeyPath, OpListError, Source, TextPlace, shown
 from autocastfx.files import read_whole
-from autocastfx.graph.names import argument_types, canonical, located, of_function
+from autocastfx.graph.names import argument_types, canonical, located, named, of_function
 from autocastfx.policy.rule import Scalar
 
 # Names that people write in lists from habit, with the names that they mean.
@@ -169,16 +169,19 @@ class Tree:
 
     def items(self) -> tuple[tuple[Tree, Tree], ...]:
         """Return key and value nodes of a mapping; none for a missing node."""
+        return tuple(self._pairs.values())
+
+    @cached_property
+    def _pairs(self) -> Mapping[str, tuple[Tree, Tree]]:
         if self.node is None:
-            return ()
+            return {}
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"expected 'key: value' lines, found {_kind(self.node)}")
-        pairs = tuple((self._at(key), self._at(value)) for key, value in self.node.value)
-        seen: dict[str, Tree] = {}
-        for key, _ in pairs:
-            if key.text in seen:
-                raise key.error(f"the key {key.text!r} stands twice, first at {seen[key.text].source}. Merge the two.")
-            seen[key.text] = key
+        pairs: dict[str, tuple[Tree, Tree]] = {}
+        for key, value in ((self._at(key), self._at(value)) for key, value in self.node.value):
+            if (word := key.text) in pairs:
+                raise key.error(f"the key {word!r} stands twice, first at {pairs[word][0].source}. Merge the two.")
+            pairs[word] = key, value
         return pairs
 
     def check_keys(self, legal: Collection[str], what: str) -> None:
@@ -189,7 +192,7 @@ class Tree:
 
     def child(self, name: str) -> Tree:
         """Return the value of a key; a tree that ``is_missing`` if the key is."""
-        return next((value for key, value in self.items() if key.text == name), Tree(None, self.source, self.shipped))
+        return self._pairs[name][1] if name in self._pairs else Tree(None, self.source, self.shipped)
 
     def entries(self) -> tuple[Tree, ...]:
         """Return the members of a sequence; none for a missing or empty node."""
@@ -211,9 +214,10 @@ class Tree:
         """Return the texts of a sequence, or a single text as a sequence of one."""
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{STANDARD}str":
             return (self,)
-        for entry in self.entries():
+        entries = self.entries()
+        for entry in entries:
             entry.as_text()
-        return self.entries()
+        return entries
 
     @property
     def text(self) -> str:
@@ -436,7 +440,9 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
     if isinstance(data, str):
         return yaml.ScalarNode(f"{STANDARD}str", str.__str__(data), mark)
     if type(data) not in _WORDS:
-        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
+        name = named(data)
+        hint = f": write {name!r}" if name is not None and "<" not in name else ""  # a local function has no path
+        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}{hint}", place)
     try:
         text = yaml.safe_dump(data).split()[0]
     except ValueError:  # Python writes integers of 4,300 digits at most

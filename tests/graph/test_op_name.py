@@ -135,6 +135,16 @@ def test_custom_operators_have_their_namespace() -> None:
         assert base_name(of_function(ops.scale_.default)) == "autocastfx_test::scale"
 
 
+def test_the_path_of_an_operator_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.library._scoped_library("autocastfx_test", "FRAGMENT") as library:
+        library.define("scale(Tensor x, float by) -> Tensor")
+        custom = torch.library.custom_op("autocastfx_test::custom", plain, mutates_args=())
+        packet = torch.ops.autocastfx_test.scale
+        for target, name in ((custom, "custom"), (packet, "scale"), (packet.default, "scale")):
+            monkeypatch.setattr(sys.modules[__name__], "wrapped", target)
+            assert canonical(f"{__name__}.wrapped") == f"autocastfx_test::{name}"
+
+
 def test_higher_order_operators() -> None:
     assert of_function(torch.ops.higher_order.cond) == "cond"
     assert of_function(torch.ops.higher_order.wrap_with_set_grad_enabled) == "wrap_with_set_grad_enabled"

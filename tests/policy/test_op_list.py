@@ -311,6 +311,17 @@ def test_errors_of_python_data_name_the_key_path(data: Any, message: str) -> Non
     assert isinstance(caught.value.source, KeyPath)
 
 
+def test_an_object_in_python_data_is_refused_with_its_name() -> None:
+    for target, words in {
+        torch.ops.aten.mm.dtype: "no OpOverload: write 'mm'",
+        torch.nn.LSTM: "no type: write 'torch.nn.modules.rnn.LSTM'",
+        torch.ones(1): "no Tensor",
+        lambda x: x: "no function",
+    }.items():
+        with pytest.raises(OpListError, match=f"^mine:allow.0.: an op list holds .*, {words}$"):
+            OpList.of({"allow": [target]}, name="mine")
+
+
 def test_python_data_in_a_ring() -> None:
     ring: list[Any] = []
     ring.append(ring)

@@ -170,7 +170,7 @@ def work_of(node: fx.Node) -> Work:
 
 
 def _is_in_float8(node: fx.Node) -> bool:
-    return node.target is float8_linear and Product.OUTPUT.value in argument(node, "products")
+    return node.target is float8_linear and Product.OUTPUT.value in argument(node, "products").split()
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

@@ -148,11 +148,12 @@ def _padded(data: Tensor) -> Tensor:
     return torch.nn.functional.pad(data.view(torch.uint8), (0, missing)).view(data.dtype)
 
 
-# A linear layer whose three products are each in float8 or in 16 bits.
+# A linear layer whose three products are each in float8 or in 16 bits. ``products`` names those in float8, separated by
+# spaces: torch.jit.trace records no operator that takes a list of texts.
 
 _LIBRARY.define(
     "float8_linear(Tensor input, Tensor weight, Tensor? bias, Tensor[] input_forward, Tensor[] weight_forward, "
-    "Tensor[] input_backward, Tensor[] weight_backward, str recipe, str[] products, bool emulate=False) -> Tensor"
+    "Tensor[] input_backward, Tensor[] weight_backward, str recipe, str products, bool emulate=False) -> Tensor"
 )
 
 
@@ -164,12 +165,12 @@ class _Call(NamedTuple):
     input_backward: Sequence[Tensor]
     weight_backward: Sequence[Tensor]
     recipe: str
-    products: Sequence[str]
+    products: str
     emulate: bool = False
 
     def layouts(self, product: Product) -> tuple[Layout, Layout] | None:
         """The layouts of the left and the right operand; None for a product in 16 bits."""
-        return RECIPES[self.recipe].layouts.get(product) if product.value in self.products else None
+        return RECIPES[self.recipe].layouts.get(product) if product.value in self.products.split() else None
 
     def quantize(self, x: Tensor, layout: Layout, dtype: torch.dtype = E4M3) -> Quantized:
         return Quantized(*quantize(x, layout, dtype, RECIPES[self.recipe].power_of_two))
@@ -193,11 +194,14 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tens
     layouts = call.layouts(Product.OUTPUT)
     if layouts is None or _is_empty(x):
         result: Tensor = _aten.linear.default(x, weight, bias)
-        return result
-    left = call.operand(call.input_forward, x, layouts[0])
-    right = call.operand(call.weight_forward, weight, layouts[1])
-    result = _product(left, right, x.dtype, call, in_forward=True).reshape(*x.shape[:-1], weight.shape[0])
-    return result if bias is None else result + bias.to(result.dtype)
+    else:
+        left = call.operand(call.input_forward, x, layouts[0])
+        right = call.operand(call.weight_forward, weight, layouts[1])
+        result = _product(left, right, x.dtype, call, in_forward=True)
+        result = result if bias is None else result + bias.to(result.dtype)
+    # Not a view to autograd, which lets nobody write into a view that an autograd function returns.
+    unviewed: Tensor = _aten._unsafe_view.default(result, (*x.shape[:-1], weight.shape[0]))
+    return unviewed
 
 
 class _Float8Linear(torch.autograd.Function):

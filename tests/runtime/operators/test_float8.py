@@ -57,7 +57,7 @@ def linear(
         operand(x, of_weight[1], recipe) if of_weight else [],
         operand(weight, of_input[1], recipe) if of_input else [],
         recipe,
-        [p for p in products if Product(p) in RECIPES[recipe].layouts],
+        " ".join(p for p in products if Product(p) in RECIPES[recipe].layouts),
         emulate,
     )
 
@@ -241,6 +241,22 @@ def test_transforms_are_refused_by_name() -> None:
             UnsupportedError, match=r"no forward-mode derivative, and does not run under the transforms"
         ):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself advises against it
+@pytest.mark.parametrize("products", [(), ("output",), NAMES])
+@pytest.mark.parametrize("size", [(64,), (32, 64), (2, 16, 64)])
+def test_its_result_can_be_written_into_and_traced(size: tuple[int, ...], products: tuple[str, ...]) -> None:
+    weight, bias = spread(48, 64, seed=1).requires_grad_(), spread(48, seed=2).requires_grad_()
+    for given in (None, bias):
+        results = [linear(spread(*size), weight, given, products=products) for _ in range(2)]
+        whole, clamped = (
+            torch.autograd.grad(r.sum(), weight)[0] for r in (results[0].clamp(max=1), results[1].clamp_(max=1))
+        )
+        assert torch.equal(clamped, whole)
+    given, other = (spread(*size), weight.detach()), (spread(*size, seed=3), weight.detach())
+    traced: Callable[..., Tensor] = torch.jit.trace(lambda x, weight: linear(x, weight, products=products), given)
+    assert torch.equal(traced(*other), linear(*other, products=products))
 
 
 def test_abstract_tensors_and_compilers_are_served() -> None:
