@@ -40,6 +40,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "saved": {"saved": [{"keep": "float8"}]},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
     "product_depth": {"product_depth": 16},
+    "backward_depth": {"backward_depth": 4},
     "demands": {"demands": [{"ops": ["sin"], "reason": "an angle"}]},
     "reduction_depth": {"reduction_depth": {"mean": 4096, "*": None}},
     "aliases": {"aliases": {"my_lib::gelu": "gelu"}},

@@ -60,6 +60,7 @@ def op_lists(draw: st.DrawFn) -> OpList:
                     "keep_args": st.just({"batch_norm": ["weight", "bias"], "my_lib::op": ["a"]}),
                     "aliases": st.just({"my_lib::x": "exp", "some.module.f": "softmax"}),
                     "product_depth": st.sampled_from([None, 1, 8]),
+                    "backward_depth": st.sampled_from([None, 1, 16]),
                     "demands": st.lists(DEMANDS, max_size=3, unique_by=lambda demand: demand["ops"][0]),
                 },
             )
