@@ -305,8 +305,8 @@ def keeping(form: Form | None) -> Callable[..., Any]:
     def keep(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        kept = value.detach().clone() if isinstance(value, nn.Parameter) else value  # optimizers may write it unseen
-        return KeptValue(kept, form) if _keeps() else None
+        is_parameter = isinstance(value, nn.Parameter)  # which optimizers may write unseen
+        return KeptValue(value.detach().clone() if is_parameter else value, form) if _keeps() else None
 
     return keep
 

@@ -448,7 +448,7 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that may read gradients, or write masters: to swap weights for their averages, for example."""
-        if self._unscaled is None and self.loss_scaler.rounds.is_scaled(self):
+        if name not in ("train", "eval") and self._unscaled is None and self.loss_scaler.rounds.is_scaled(self):
             where = f"call it after step(), zero_grad() or unscale_(); or optimizer.optimizer.{name}, if it reads none."
             raise LossScaleError(f"{name} may read gradients that the loss scale still multiplies: {where}")
         self.masters.collect()

@@ -461,6 +461,9 @@ class Averaging(torch.optim.SGD):
             (p.data if by_data else p.detach()).copy_(other)
             other.copy_(before)
 
+    def train(self) -> None:
+        """Read no gradients, as schedule-free optimizers in this method."""
+
     def look(self) -> float:
         return float(self.param_groups[0]["lr"])
 
@@ -490,6 +493,10 @@ def test_a_method_that_writes_nothing_leaves_the_graph_of_a_loss_alone() -> None
     loss = model(ones())
     assert optimizer.look() == 0.5
     optimizer.backward(loss)
+    optimizer.train()  # before another micro-batch
+    optimizer.backward(model(ones()))
+    optimizer.step()
+    assert not optimizer.last_step.skipped
 
 
 class Curved(torch.optim.SGD):
