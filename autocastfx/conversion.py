@@ -357,7 +357,7 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
     plans = [variant.plan for variant in amp_model.variants]
     told = () if converter.plan is None else (converter.plan.unmatched(plans), converter.plan.without_float8(plans))
-    for message in filter(None, told):
+    for message in filter(None, (*told, converter.plan and converter.plan.without_saved(converter.op_list.saved))):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 from torch.optim import Optimizer
 
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.training.grad_scaler import GradScaler
+
+# Lightning has two names, and a trainer takes plugins of its own alone: the base class is that of all installed ones.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_INSTALLED = [name for name in _NAMES if find_spec(name.partition(".")[0])] or _NAMES
+MixedPrecision: Any = type(
+    "MixedPrecision", tuple(import_module(f"{name}.plugins.precision").MixedPrecision for name in _INSTALLED), {}
+)
 
 
 class AutocastFXPrecision(MixedPrecision):
@@ -77,7 +85,7 @@ class AutocastFXPrecision(MixedPrecision):
             self.backend.compile(one)
         return module
 
-    def autocast_context_manager(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def autocast_context_manager(self) -> AbstractContextManager[Any]:
         """Nothing: the modules are converted."""
         return nullcontext()
 
@@ -86,8 +94,8 @@ class AutocastFXPrecision(MixedPrecision):
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:  # training_step has returned None
-            return result
+        if model.automatic_optimization and (result is None or not self.scaler.is_scaled):
+            return result  # training_step has returned None, or a callback keeps it from backward
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
         stepped = self.scaler.step(optimizer, **kwargs)
@@ -96,4 +104,9 @@ class AutocastFXPrecision(MixedPrecision):
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip as Lightning does; the gradients are unscaled already."""
-        Precision.clip_gradients(self, optimizer, *args, **kwargs)
+        super(MixedPrecision.__mro__[1], self).clip_gradients(optimizer, *args, **kwargs)
+
+    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Let the Lightning clip that ``model`` is of: the other one leaves it alone."""
+        for lightning in MixedPrecision.__bases__:
+            lightning._clip_gradients(self, model, *args, **kwargs)

@@ -24,7 +24,7 @@ from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeCondi
 from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
 from autocastfx.passes.saved import choose_saved
-from autocastfx.passes.state import Pass, Settings, State
+from autocastfx.passes.state import Classification, Pass, Settings, State
 from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify
@@ -147,7 +147,7 @@ class Converter(Settings):
             copies=tuple(_planned_copies(made)),
             error=self.prices.sensitivity.error(parts.effects) if self.prices and parts.is_measured else None,
             quantized=tuple(parts.quantized),
-            saved=choose_saved(made, trained, self.op_list, self.facts) if keeps_saved else (),
+            saved=choose_saved(made, trained, self.op_list, self.facts, parts.known) if keeps_saved else (),
         )
         return ConvertedGraph(made, values, plan)
 
@@ -172,6 +172,7 @@ class _Parts:
     traffic: Traffic = field(default_factory=Traffic)
     effects: list[Signature] = field(default_factory=list[Signature])
     is_measured: bool = False
+    known: Classification = field(default_factory=lambda: Classification({}, frozenset()))  # of the outermost graph
 
 
 def _converted(
@@ -247,6 +248,7 @@ def _converted(
         for one in state.recomposed
     ]
     parts.traffic += state.traffic
+    parts.known = state.classification
     return graph, values
 
 

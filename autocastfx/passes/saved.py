@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +13,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.graph.alias import is_opaque
+from autocastfx.graph.alias import is_opaque, reachable
+from autocastfx.graph.magnitude import takes_mask
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import draws_random_numbers, module_path, value
+from autocastfx.graph.node import draws_random_numbers, module_path, tensors, uses, value
 from autocastfx.graph.sizes import concrete_sizes
 from autocastfx.passes.analysis.min_cut import Term, cheapest
-from autocastfx.plan.plan import PlannedSaved, SavedSize
+from autocastfx.passes.analysis.units import listed_category, only_moves
+from autocastfx.passes.state import Classification
+from autocastfx.plan.plan import Forced, PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
-from autocastfx.policy.saved import Keep, SavedRule
+from autocastfx.policy.rule import Category
+from autocastfx.policy.saved import Keep
 from autocastfx.runtime.saved import FORMS, as_it_is, storage_of
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
 _DEEPEST = 6  # ops that run again one after the other: a residual stream is else summed up anew at each of its norms
+# The rules whose reason is numbers that 16 bits would round, or cannot hold.
+_OF_NUMBERS = (Forced.CONSTANT, Forced.WIDE, Forced.EPSILON, Forced.RANGE, Forced.WHOLE, Forced.DISTANCE, Forced.UPDATE)
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Saves:
         makers: by storage, the node that gave it first.
         made: the tensor of each node that gives one.
         readers: by node that made a storage, the ops whose backward reads that.
-        inside: by node, the tensors that its kernel makes and keeps.
+        inside: by node, the tensors that its kernel makes and keeps; and what is kept of several results.
         written: storages that an op writes into, or may.
         results: what nodes gave, so that no storage is freed and its number given again.
     """
@@ -78,10 +84,9 @@ class _Run(fx.Interpreter):
             saves.made[n] = result
         for x in packed:
             root = saves.makers.get(storage_of(x))
-            if root is None:
-                saves.inside.setdefault(n, []).append(x)  # which also keeps its storage alive
-                continue
-            readers = saves.readers.setdefault(root, [])
+            if root not in saves.made and x.layout is torch.strided:
+                saves.inside.setdefault(root or n, []).append(x)  # which also keeps its storage alive
+            readers = saves.readers.setdefault(root, []) if root is not None else []
             readers += [] if n in readers else [n]
         return result
 
@@ -128,7 +133,7 @@ def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
 
 
 def choose_saved(
-    graph: fx.Graph, trained: Mapping[str, bool], op_list: OpList, facts: KernelFacts
+    graph: fx.Graph, trained: Mapping[str, bool], op_list: OpList, facts: KernelFacts, known: Classification
 ) -> tuple[PlannedSaved, ...]:
     """Decide how each value that backward reads is kept.
 
@@ -141,6 +146,7 @@ def choose_saved(
         trained: whether each parameter requires a gradient, by target; buffers are not among them.
         op_list: has the rules.
         facts: name the ops that may run again.
+        known: the decisions on the graph.
 
     Returns:
         A part of the plan for each value that is kept in another way, in the graph's order; none if the graph runs code
@@ -148,9 +154,7 @@ def choose_saved(
     """
     if not op_list.saved or any(map(is_opaque, graph.nodes)):
         return ()
-    saves = find_saves(graph, trained)
-    rules = {node: rule for node in graph.nodes if (rule := op_list.saved_of(node)) is not None}
-    return _Choice(graph, saves, rules, facts, frozenset(trained)).planned()
+    return _Choice(graph, find_saves(graph, trained), op_list, facts, known, trained.keys()).planned()
 
 
 class _Choice:
@@ -160,20 +164,23 @@ class _Choice:
         self,
         graph: fx.Graph,
         saves: Saves,
-        rules: Mapping[fx.Node, SavedRule],
+        op_list: OpList,
         facts: KernelFacts,
-        parameters: frozenset[str],
+        known: Classification,
+        parameters: Set[str],
     ) -> None:
-        self.graph, self.saves, self.rules, self.facts = graph, saves, rules, facts
-        self.parameters = parameters
-        self.written = saves.written
+        self.graph, self.saves, self.op_list, self.facts = graph, saves, op_list, facts
+        self.known, self.parameters, self.written = known, parameters, saves.written
+        self.rules = {node: rule for node in graph.nodes if (rule := op_list.saved_of(node)) is not None}
         self.outputs = {saves.root(node) for node in graph.output_node().all_input_nodes}
         self.pinned: set[fx.Node] = set()  # not to be run again
+        any_size, masking = self._may_hold()
+        self.exact, self.masking = self._exact(any_size), set(map(saves.root, masking))
         self.forms = {node: self._form(node) for node in saves.made if saves.root(node) is node}
 
     def planned(self) -> tuple[PlannedSaved, ...]:
         """The parts of the plan."""
-        read = [node for node in self.saves.readers if self._is_large(node)]
+        read = [node for node in self.saves.readers if self._is_large(node) and not self._is_free(node)]
         there, again = self._cut(read)
         while too_deep := self._too_deep(again):
             self.pinned |= too_deep
@@ -185,6 +192,8 @@ class _Choice:
                 kind = "drawn" if draws_random_numbers(node) else "computed"
                 kept = sum(-(-x.numel() // 8) for x in self.saves.inside[node]) if kind == "drawn" else 0
                 parts.append(self._part(node, Keep.RECOMPUTE, self._inside_bytes(node), kept, (node,), inside=kind))
+            elif node in self.saves.inside and (size := self._inside_bytes(node)) >= _LEAST:
+                parts.append(self._part(node, Keep.COMPUTED, size, size, (node,), inside="computed"))
             if node not in self.forms or node not in there:
                 continue
             readers, size = tuple(self.saves.readers.get(node, ())), self._bytes(node)
@@ -193,10 +202,52 @@ class _Choice:
                 if readers:
                     parts.append(self._part(node, Keep.RECOMPUTE, before, 0, readers, self._chain(node, again)))
             elif self._is_free(node):
-                continue
+                if self._is_large(node) and self._is_copied(node):
+                    parts.append(self._part(node, Keep.COMPUTED, 0, size, ()))
             else:
                 parts.append(self._part(node, self.forms[node], before, self._kept(node), readers))
         return tuple(parts)
+
+    def _may_hold(self) -> tuple[Mapping[fx.Node, fx.Node], Set[fx.Node]]:
+        """Values that may hold numbers of any size, each with where they come from; and those that may hold masks.
+
+        What comes from outside of the model may be a mask, and so may what free ops compute with it. But what a product
+        or a norm reads, such as a residual stream, is none, wherever it comes from.
+        """
+        decisions, op_list = self.known.decisions, self.op_list
+        floating = dict.fromkeys(n for n in self.graph.nodes if any(t.is_floating_point() for t in tensors(n))).keys()
+        left = set(floating)  # what no product or norm reads
+        for node in reversed(self.graph.nodes):
+            if listed_category(node, op_list) is Category.ALLOW or any(u.argument == "weight" for u in uses(node)):
+                left.difference_update(use.node for use in uses(node) if not takes_mask(node, use))
+            elif node not in left and (node not in decisions or only_moves(node, op_list)):
+                left.difference_update(node.all_input_nodes)
+
+        def follow(node: fx.Node) -> list[fx.Node]:
+            found = {n: listed_category(n, op_list) if n in decisions else None for n in node.users if n in left}
+            return [reader for reader, category in found.items() if category is None or category.is_free]
+
+        given = {n for n in left if floating.isdisjoint(n.all_input_nodes) and not self._is_copied(n)}
+        may_mask = [n for n in floating if n in left and base_name(op_name(n)) in self.facts.holds_masks]
+        any_size = reachable((n for n in floating if n in given or n in self.known.wide), follow)
+        return any_size, reachable(may_mask, follow).keys()
+
+    def _exact(self, any_size: Mapping[fx.Node, fx.Node]) -> dict[fx.Node | None, str]:
+        """Why values may not be rounded: themselves, or for ops that read them and run in float32 for numbers' sake."""
+        asked = {*_OF_NUMBERS, *(one.source for one in self.op_list.demands.values() if one.source is not None)}
+        reasons = {
+            node: one.reason or "it needs all digits"
+            for node, one in self.known.decisions.items()
+            if one.source in asked or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
+        }
+        exact = {self.saves.root(n): f"{start.name} may hold numbers of any size" for n, start in any_size.items()}
+        for root, readers in self.saves.readers.items():
+            exact.update([(root, f"{n.name} reads it: {reasons[n]}") for n in readers if n in reasons])
+        for node in reversed(self.graph.nodes):  # what such values are computed from again
+            why = reasons.get(node) or exact.get(self.saves.root(node))
+            if why and node in self.saves.made and self._may_rerun(node):
+                exact.update(dict.fromkeys(map(self.saves.root, self._sources(node)), f"{node.name} runs again: {why}"))
+        return exact
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
         """Return the nodes whose values backward has, and those of them that run again, for the fewest bytes."""
@@ -213,7 +264,7 @@ class _Choice:
         return [Term(self._inside_bytes(n), ((n, "inside"),), tuple(self._sources(n))) for n in inside]
 
     def _inside_bytes(self, node: fx.Node) -> int:
-        return sum(x.untyped_storage().nbytes() for x in self.saves.inside[node])
+        return sum({storage_of(x): x.untyped_storage().nbytes() for x in self.saves.inside[node]}.values())
 
     def _may_run_for_inside(self, node: fx.Node) -> bool:
         rule = self.rules.get(node)
@@ -247,22 +298,22 @@ class _Choice:
     ) -> PlannedSaved:
         rule = self.rules.get(node)
         said = " ".join(filter(None, (rule.reason, f"({rule.source})" if rule.source else ""))) if rule else ""
-        said = (
-            said if keep is not Keep.COMPUTED or (rule is not None and rule.keep is keep) else self._why_computed(node)
-        )
+        is_asked = keep is not Keep.COMPUTED or (rule is not None and rule.keep is keep)
         return PlannedSaved(
             *(node.name, op_name(node), module_path(node), keep, before, kept),
             readers=tuple(reader.name for reader in readers),
-            because=said,
-            recomputes=tuple(one.name for one in again) if not inside else (node.name,),
+            because=said if is_asked else self._why_computed(node, inside),
+            recomputes=(node.name,) if inside and keep is Keep.RECOMPUTE else tuple(one.name for one in again),
             inside=inside,
             smaller=() if inside or keep is Keep.RECOMPUTE else self._smaller(node),
         )
 
-    def _why_computed(self, node: fx.Node) -> str:
+    def _why_computed(self, node: fx.Node, inside: str) -> str:
         """Why a value is kept as computed that no rule asks for."""
         rule = self.rules.get(node)
-        if node not in self.saves.readers:
+        if inside:
+            return "its kernel makes it, and is not run again for it"
+        if node not in self.saves.readers or self._is_free(node):
             return "others are recomputed from it"
         if rule is None:
             return "no rule covers it"
@@ -270,27 +321,24 @@ class _Choice:
             return "an input or output of the model, which the caller has"
         if not self._may_change(node):
             return "it is written into, or holds no numbers to change"
+        if rule.keep is not Keep.RECOMPUTE and node in self.exact:
+            return f"it may not be rounded: {self.exact[node]}"
         if rule.keep is Keep.RECOMPUTE:
             return "recomputing it would keep more bytes" if self._is_cheap(node) else f"{op_name(node)} is not cheap"
         return f"{rule.keep.value} is not smaller"
 
     def _form(self, node: fx.Node) -> Keep:
         """The form in which a value that is kept is kept."""
-        rule = self.rules.get(node)
-        smaller = self._smaller(node) if rule is not None else ()
-        return next((size.keep for size in smaller if rule is not None and size.keep is rule.keep), Keep.COMPUTED)
+        keep = self.rules[node].keep if node in self.rules else Keep.COMPUTED
+        return keep if any(size.keep is keep for size in self._smaller(node)) else Keep.COMPUTED
 
     def _smaller(self, node: fx.Node) -> tuple[SavedSize, ...]:
         made = self.saves.made[node]
-        if made.dtype not in (torch.float32, *LOW_DTYPES) or not self._may_change(node):
+        if made.dtype not in (torch.float32, *LOW_DTYPES) or not self._may_change(node) or node in self.exact:
             return ()
-        forms = {k: form for k, form in FORMS.items() if not (k is Keep.FLOAT8 and self._holds_masks(node))}
+        forms = {k: form for k, form in FORMS.items() if not (k is Keep.FLOAT8 and node in self.masking)}
         sizes = (SavedSize(k, sum(x.nbytes for x in form.pack(made.detach()))) for k, form in forms.items())
         return tuple(size for size in sizes if size.bytes < made.nbytes)
-
-    def _holds_masks(self, node: fx.Node) -> bool:
-        """True if a number that masks may be beside others, which one scale would make zero."""
-        return base_name(op_name(node)) in self.facts.holds_masks
 
     def _may_change(self, node: fx.Node) -> bool:
         made = self.saves.made[node]
@@ -306,6 +354,10 @@ class _Choice:
     def _is_free(self, node: fx.Node) -> bool:
         """True for what is there in backward in any case: parameters, buffers and their copies."""
         return node.op == "get_attr" or node.target in (working_copy, quantized_copy)
+
+    def _is_copied(self, node: fx.Node) -> bool:
+        """True for a parameter, which ops that run again read as it was: optimizers may write it unseen."""
+        return str(node.target) in self.parameters
 
     def _is_view(self, node: fx.Node) -> bool:
         return self.saves.root(node) is not node
@@ -347,7 +399,7 @@ class _Choice:
         """The bytes to pay for a value in backward: none if it can run again from values that backward has."""
         sources = tuple(self._sources(node)) if self._may_rerun(node) else ()
         if self._is_free(node) or (self._may_rerun(node) and not sources):
-            return Term(0, (node,))
+            return Term(self._bytes(node) if self._is_copied(node) else 0, (node,))
         if self._is_view(node):
             return Term(None, (node,), sources) if sources else Term(self._bytes(node), (node,))
         return Term(self._kept(node), (node,), sources)

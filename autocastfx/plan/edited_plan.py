@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -59,10 +59,11 @@ class Line:
 
 @dataclass(frozen=True)
 class EditedPlan:
-    """The lines of a plan, by the names of their nodes."""
+    """The lines of a plan, by the names of their nodes, and whether it says what is kept for backward."""
 
     lines: Mapping[str, Line]
     name: str
+    saved: bool = False
 
     def obey(
         self,
@@ -104,6 +105,14 @@ class EditedPlan:
             if lost
             else ""
         )
+
+    def without_saved(self, rules: Collection[object]) -> str:
+        """A sentence if the plan says what is kept for backward, and no rules do; or empty."""
+        said = (
+            f"the plan {self.name} says what is kept for backward, and here all is kept as computed: that follows from "
+        )
+        end = "saved and the op list alone. Give those that the plan was made by."
+        return f"{said}{end}" if self.saved and not rules else ""
 
     def unmatched(self, plans: Iterable[Plan]) -> str:
         """A sentence on the lines that speak of no node of ``plans``; empty if each does."""
@@ -225,7 +234,7 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
     """
     if isinstance(plan, Plan):
         lines = (_of_node(n, KeyPath("plan").key("nodes").index(i)) for i, n in enumerate(plan.nodes))
-        return EditedPlan(_by_name(lines), f"of {plan.op_list} for {plan.low} on {plan.device}")
+        return EditedPlan(_by_name(lines), f"of {plan.op_list} for {plan.low} on {plan.device}", bool(plan.saved))
     if not isinstance(plan, (str, Path)):
         raise ArgumentTypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
     file = str(plan)
@@ -235,7 +244,7 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
         raise PlanError(f"cannot read the plan {file}: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
         raise PlanError(f"this is not UTF-8 text: {error.reason}.", Source(file, 1, 1)) from None
-    return EditedPlan(_by_name(_parsed(text, file)), file)
+    return EditedPlan(_by_name(_parsed(text, file)), file, bool(parsed_json(text).get("saved")))
 
 
 def _by_name(lines: Iterable[Line]) -> dict[str, Line]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -305,7 +305,8 @@ def keeping(form: Form | None) -> Callable[..., Any]:
     def keep(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return KeptValue(value, form) if _keeps() else None
+        is_parameter = isinstance(value, nn.Parameter)  # which optimizers may write unseen
+        return KeptValue(value.detach().clone() if is_parameter else value, form) if _keeps() else None
 
     return keep
 
@@ -430,7 +431,7 @@ class _Rewrite:
         self.forms = forms
         self.nodes = {node.name: node for node in graph.nodes}
         self.values = {one.name: one for one in planned if not one.inside}
-        self.inside = {one.name: one.inside for one in planned if one.inside}
+        self.inside = {one.name: one.inside for one in planned if one.inside and one.keep is Keep.RECOMPUTE}
         self.again = {name for one in planned for name in one.recomputes if not one.inside}
         self.reads: dict[str, list[str]] = {}
         changed = (one for one in self.values.values() if one.keep is Keep.RECOMPUTE or forms(one) is not None)

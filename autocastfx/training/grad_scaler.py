@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._left = self._rule.overflows_to_floor(init_scale)  # from the last known scale, less the steps since
-        self._is_scaled = False  # since the last update
+        self.is_scaled = False  # since the last update
         self.is_host_asked = False
         self._found: torch.Tensor | None = None  # by the last step
         self._skips: torch.Tensor | int = 0
@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        self._is_scaled = True
+        self.is_scaled = True
         if isinstance(outputs, Iterator):
             outputs = list(outputs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outputs)):
@@ -157,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if not self._enabled:
             return
-        self._is_scaled = False
+        self.is_scaled = False
         if new_scale is not None:
             self._left = 0
         elif self._scale is not None:
@@ -199,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
         own = {name: getattr(self, f"_{name}") for name in ("growth_factor", "backoff_factor", "growth_interval")}
         super().load_state_dict({**own, **state_dict, "scale": numbers.scale, "_growth_tracker": numbers.good_steps})
         self._skips, self._left = int(state_dict.get("skipped_steps", 0)), 0
-        self._found, self._is_scaled = None, False
+        self._found, self.is_scaled = None, False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_skips": self.skipped_steps, "_found": None, "_changes": None}
@@ -215,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY:
             return
-        if not self._is_scaled:
+        if not self.is_scaled:
             raise LossScaleError(
                 "no loss was scaled since the last update(), so the gradients would be divided by a scale that they do "
                 "not have: call scaler.scale(loss).backward() before the step."

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from autocastfx.errors import UnsupportedError
+from autocastfx.errors import LossScaleError, UnsupportedError
 from autocastfx.training.loss_scale import moved
 
 # Processes that hold parts of the same parameters skip the same steps.
@@ -56,7 +56,7 @@ def is_flat_part(parameter: torch.Tensor) -> bool:
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+_dtype, _layout, _grad_fn = attrgetter("dtype"), attrgetter("layout"), attrgetter("grad_fn")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -103,9 +103,17 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
         grads: gradients on any devices, of any floating dtypes.
         inverse: float32, no dimensions.
         found_inf: float32, no dimensions.
+
+    Raises:
+        LossScaleError: gradients can be differentiated again, which would give them the scale that they had.
     """
     if not grads:
         return
+    if any(map(_grad_fn, grads)):
+        raise LossScaleError(
+            "these gradients were made with create_graph=True, and derivatives of them would keep the loss scale: "
+            "train without one (NoLossScale()), or derive the unscaled loss twice by torch.autograd.grad."
+        )
     for device, alike in _alike(grads):
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)

@@ -144,6 +144,15 @@ class Masters:
         """Call ``step``, which steps ``optimizer``, while its groups hold the masters' values."""
         return step()
 
+    def call(self, optimizer: Optimizer, method: Callable[[], Any]) -> Any:
+        """Call a method of ``optimizer`` that may write masters, in whichever way, and let their parameters follow."""
+        try:
+            return self.step(optimizer, method)
+        finally:
+            pairs = zip(self.working, self.masters, strict=True)
+            if not all(torch.equal(local(m.detach()).to(w.dtype), local(w.detach())) for w, m in pairs):
+                self.publish()
+
     def publish(self) -> None:
         """Copy the trained masters to their 16-bit parameters, rounding to nearest."""
         pairs = zip(self.working, self.masters, strict=True)

@@ -421,6 +421,9 @@ class LossScalingOptimizer(WrappingOptimizer):
         Raises:
             LossScaleError: no loss was scaled; or gradients are not finite at the smallest scale.
         """
+        if torch.compiler.is_compiling():  # whether it skips depends on numbers: a compiler runs it as it is
+            as_it_is: Any = torch.compiler.disable(self.step)
+            return as_it_is(closure)
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return self._hooked(self._step, closure)
         return self._step(closure)
@@ -437,6 +440,19 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.unscale_()
         result = self._step_or_skip(cast("Unscaled", self._unscaled).found_inf)
         return loss if closure is not None else result
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = super().__getattr__(name)
+        is_method = getattr(attribute, "__self__", None) is self.optimizer
+        return partial(self._call, name, attribute) if is_method else attribute
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that may read gradients, or write masters: to swap weights for their averages, for example."""
+        if name not in ("train", "eval") and self._unscaled is None and self.loss_scaler.rounds.is_scaled(self):
+            where = f"call it after step(), zero_grad() or unscale_(); or optimizer.optimizer.{name}, if it reads none."
+            raise LossScaleError(f"{name} may read gradients that the loss scale still multiplies: {where}")
+        self.masters.collect()
+        return self.masters.call(self, partial(method, *args, **kwargs))
 
     def _makes_state(self) -> bool:
         has_loss = self._unscaled is not None or self.loss_scaler.rounds.is_scaled(self)

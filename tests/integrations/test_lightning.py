@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ pytest.importorskip("lightning", reason="needs lightning: make integrations")
 
 import lightning.pytorch as pl
 
+from autocastfx.integrations import lightning
 from autocastfx.integrations.lightning import AutocastFXPrecision
 
 pytestmark = [
@@ -131,3 +135,61 @@ def test_its_scaler() -> None:
     assert AutocastFXPrecision(torch.float16, device="cpu", scaler=given).scaler is given
     with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16"):
         AutocastFXPrecision(torch.float32)
+
+
+class Normed(pl.LightningModule):
+    """Has a batch norm, whose statistics averaged weights need anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2)
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) * 3 + 1
+        return torch.utils.data.DataLoader(data, batch_size=8)  # type: ignore[arg-type]
+
+
+def test_averaged_weights_get_the_statistics_of_batch_norms() -> None:
+    def averaged(*plugins: AutocastFXPrecision) -> list[Tensor]:
+        trainer = pl.Trainer(
+            **{"max_epochs": 3, "accelerator": "cpu", "plugins": [*plugins], "logger": False},
+            **{"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False},
+            callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
+        )
+        trainer.fit(module := Normed())
+        return [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
+
+    scaler = GradScaler("cpu", init_scale=16.0)
+    plugin = AutocastFXPrecision(torch.float16, device="cpu", inner="eager", scaler=scaler)
+    with pytest.warns(UncapturedGraphWarning, match="batchnorm"):  # it asks its counter for the weight of a batch
+        found = averaged(plugin)
+    for low, exact in zip(found, averaged(), strict=True):
+        torch.testing.assert_close(low, exact, rtol=5e-3, atol=5e-3)
+
+
+def test_it_is_a_plugin_of_both_of_lightnings_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped: list[str] = []
+
+    class MixedPrecision:
+        def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            clipped.append("other")
+
+    for name in ("pytorch_lightning", "pytorch_lightning.plugins", "pytorch_lightning.plugins.precision"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.MixedPrecision = MixedPrecision  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    again = types.ModuleType("again")
+    exec(compile(Path(str(lightning.__file__)).read_text(), "again", "exec"), vars(again))
+    plugin = again.AutocastFXPrecision(torch.bfloat16, device="cpu")
+    assert isinstance(plugin, MixedPrecision)
+    assert isinstance(plugin, pl.plugins.MixedPrecision)
+    plugin._clip_gradients(nn.Linear(1, 1), None)
+    assert clipped == ["other"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -202,3 +203,118 @@ def test_lists_merge_and_write_back() -> None:
     assert [str(rule.keep) for rule in merged.saved] == ["recompute", "low"]
     assert "keep: low" in merged.text()
     assert [str(change) for change in first.diff(second)]
+
+
+# -- what may not be rounded ------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attention whose scores get a mask by ``add_mask``, and then a temperature that is learned."""
+
+    def __init__(self, add_mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+        self.temperature, self.add_mask = nn.Parameter(torch.ones(())), add_mask
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 8
+        y: Tensor = (self.add_mask(scores, hidden) * self.temperature).softmax(-1) @ self.v(x)
+        return x + y
+
+
+LOWEST = torch.finfo(torch.float32).min
+MASKS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "input": ("add", lambda scores, hidden: scores + hidden),
+    "made of an input": ("add", lambda scores, hidden: scores + (hidden != 0).float() * LOWEST),
+    "bounded": ("clamp", lambda scores, hidden: (scores + hidden).clamp(min=LOWEST)),
+    "filled in": ("masked_fill", lambda scores, hidden: scores.float().masked_fill(hidden != 0, -1e4)),
+}
+HIDDEN = torch.ones(64, 64).triu(1) * LOWEST
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_beside_scores_forbids_forms_that_cannot_hold_both(kind: str) -> None:
+    op, add_mask = MASKS[kind]
+    plan = plan_of(Masked(add_mask), torch.randn(4, 64, 64), HIDDEN, saved=[{"keep": "computed"}])
+    forms = {one.op: {size.keep for size in one.smaller} for one in plan.saved}
+    assert forms[op] == ({Keep.LOW} if kind == "filled in" else set())
+    assert Keep.FLOAT8 in forms["softmax"]
+
+
+@pytest.mark.parametrize(
+    "saved", ["low", "float8", [{"keep": "recompute"}, {"keep": "float8", "ops": ["add"]}]], ids=str
+)
+def test_scores_beside_a_mask_have_their_gradients(saved: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Masked(MASKS["input"][1]), torch.randn(4, 64, 64)
+    gradients = []
+    for each in ("as computed", saved):
+        amp_model = autocastfx.convert(model, (x, HIDDEN), dtype="bfloat16", saved=each, check=False)
+        gradients.append(torch.autograd.grad(amp_model(x, HIDDEN).square().sum(), [model.temperature, model.q.weight]))
+    for exact, rounded in zip(*gradients, strict=True):
+        assert (rounded - exact).norm() <= (0.1 if saved == "float8" else 0.02) * exact.norm()
+
+
+def test_a_residual_sum_may_be_rounded_wherever_it_comes_from() -> None:
+    found = plan_of(Layers(1), torch.randn(4, 64, 32), saved="float8").saved
+    assert {one.keep for one in found if one.op == "add" and "layer_norm" in "".join(one.readers)} == {Keep.FLOAT8}
+
+
+class Exact(nn.Module):
+    """Computes ``call`` of float32 values with an offset."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.call = nn.Linear(64, 64), nn.Linear(64, 64), call
+        self.scale, self.offset = nn.Parameter(torch.ones(64)), nn.Parameter(torch.full((64,), 30.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.call(self.first(x).float() * self.scale + self.offset))
+        return y
+
+
+def variance(y: Tensor) -> Tensor:
+    return y / ((y * y).mean(1, keepdim=True) - y.mean(1, keepdim=True) ** 2 + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("call", "op"), [(variance, "add"), (lambda y: (y * 300).sin(), "mul")], ids=["variance", "sine"]
+)
+def test_what_runs_in_float32_for_its_numbers_reads_no_rounded_ones(call: Callable[[Tensor], Tensor], op: str) -> None:
+    x = torch.randn(256, 64)
+    found = [one for one in plan_of(Exact(call), x, saved="low").saved if one.op == op]
+    assert any(one.because.startswith("it may not be rounded: ") and one.readers for one in found)
+    again = plan_of(Exact(call), x, saved=[{"keep": "recompute"}, {"keep": "float8", "ops": [op]}]).saved
+    assert {one.keep for one in again if one.op == op} == {Keep.COMPUTED}
+
+
+# -- what is told is what is kept -------------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head, self.words = nn.Linear(64, 64), nn.Linear(64, 512), nn.Embedding(128, 64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = functional.gelu(self.up(x)) + self.words(labels)
+        largest: Tensor = h.view(64, -1, 64).max(-1)[0]
+        return functional.cross_entropy(self.head(h), labels) + largest.mean()
+
+
+@pytest.mark.parametrize("keep", ["recompute", "low", "float8"])
+def test_the_bytes_that_are_told_are_those_that_are_kept(keep: str) -> None:
+    x, labels = torch.randn(1024, 64), torch.randint(128, (1024,))
+    model, storages = Loss(), dict[int, Any]()
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    amp_model = autocastfx.convert(model, (x, labels), dtype="bfloat16", saved=keep, check=False)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        amp_model(x, labels)
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept = sum(storage.nbytes() for number, storage in storages.items() if number not in own)
+    assert sum(one.kept for one in amp_model.plan.saved) == pytest.approx(kept, rel=0.01)

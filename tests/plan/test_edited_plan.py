@@ -223,6 +223,19 @@ def test_lines_that_speak_of_no_node_are_said_in_one_warning(usual: Plan, tmp_pa
     assert [w.filename for w in caught] == [__file__]
 
 
+def test_what_a_plan_keeps_for_backward_is_told_where_no_rule_does(tmp_path: Path) -> None:
+    model, x, path = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(64, 64), tmp_path / "p"
+    options: dict[str, Any] = {"dtype": "bfloat16", "check": False}
+    plan = autocastfx.convert(model, (x,), saved="recompute", **options).plan
+    path.write_text(plan.to_json())
+    for given in (plan, path):
+        with pytest.warns(
+            UnmatchedPlanWarning, match="says what is kept for backward, and here all is kept as computed"
+        ):
+            assert autocastfx.convert(model, (x,), plan=given, **options).plan.saved == ()
+        assert autocastfx.convert(model, (x,), plan=given, saved="recompute", **options).plan.saved == plan.saved
+
+
 def test_many_lines_that_speak_of_no_node_are_counted(usual: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"nodes": [{"name": f"n{i}", "op": "mul"} for i in range(25)]}))

@@ -434,3 +434,11 @@ def test_an_optimizer_that_is_gone_leaves_no_hook() -> None:
     del scaler
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
     assert not any(hooks)
+
+
+def test_gradients_that_can_be_differentiated_again_are_refused() -> None:
+    scaler, weight = made(), nn.Parameter(torch.ones(3))
+    (weight.grad,) = torch.autograd.grad(scaler.scale(weight.square().sum()), weight, create_graph=True)
+    with pytest.raises(LossScaleError, match="derivatives of them would keep the loss scale"):
+        scaler.step(torch.optim.SGD([weight], 0.1))
+    weight.grad = None  # or the graph of the gradient lives on

@@ -449,3 +449,74 @@ def test_lbfgs_moves_the_sixteen_bit_weights_between_evaluations() -> None:
     optimizer.step(closure)
     assert len({tuple(w.tolist()) for w in seen}) > 3
     assert weight.abs().max() < 0.1
+
+
+class Averaging(torch.optim.SGD):
+    """Trains its weights, and swaps them for their average outside of steps, as schedule-free optimizers do."""
+
+    def swap(self, *, by_data: bool = False) -> None:
+        for p in self.param_groups[0]["params"]:
+            other = self.state[p].setdefault("average", p.detach().clone() + 1)
+            before = p.detach().clone()
+            (p.data if by_data else p.detach()).copy_(other)
+            other.copy_(before)
+
+    def train(self) -> None:
+        """Read no gradients, as schedule-free optimizers in this method."""
+
+    def look(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("masters", ["float32", "split"])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_weights_that_a_method_swaps_reach_the_model(masters: str, by_data: bool) -> None:
+    model = Mixed(torch.bfloat16)
+    optimizer = LossScalingOptimizer(Averaging([model.weight], 0.5), NoLossScale(), masters=masters)
+    start = model.weight.detach().clone()
+    optimizer.swap(by_data=by_data)
+    assert torch.equal(model.weight, start + 1)
+    optimizer.swap(by_data=by_data)
+    assert torch.equal(model.weight, start)
+    optimizer.backward(model(ones()))
+    optimizer.step()
+    trained = model.weight.detach().clone()
+    optimizer.swap(by_data=by_data)
+    assert torch.equal(model.weight, start + 1)
+    optimizer.swap(by_data=by_data)
+    assert torch.equal(model.weight, trained)
+
+
+def test_a_method_that_writes_nothing_leaves_the_graph_of_a_loss_alone() -> None:
+    model = Mixed(torch.bfloat16)
+    optimizer = LossScalingOptimizer(Averaging([model.weight, model.scale], 0.5))
+    loss = model(ones())
+    assert optimizer.look() == 0.5
+    optimizer.backward(loss)
+    optimizer.train()  # before another micro-batch
+    optimizer.backward(model(ones()))
+    optimizer.step()
+    assert not optimizer.last_step.skipped
+
+
+class Curved(torch.optim.SGD):
+    """Estimates curvature from gradients between steps, as Sophia does."""
+
+    def estimate(self) -> list[torch.Tensor]:
+        return [p.grad.square() for p in self.param_groups[0]["params"] if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_method_sees_gradients_without_the_scale_or_is_refused(dtype: torch.dtype) -> None:
+    model = Mixed(dtype)
+    optimizer = LossScalingOptimizer(Curved([model.weight], 0.5))
+    optimizer.backward(model(ones()))
+    with pytest.raises(LossScaleError, match=r"estimate may read gradients that the loss scale still multiplies: call"):
+        optimizer.estimate()
+    optimizer.unscale_()
+    assert torch.equal(optimizer.estimate()[0], torch.full((4, 3), 4.0))
+    optimizer.zero_grad()
+    optimizer.estimate()
+    plain = LossScalingOptimizer(Curved([(other := Mixed(dtype)).weight], 0.5), NoLossScale())
+    plain.backward(other(ones()))
+    assert torch.equal(plain.estimate()[0], torch.full((4, 3), 4.0, dtype=torch.float32))

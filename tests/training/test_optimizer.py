@@ -1036,3 +1036,33 @@ def test_a_word_that_means_no_processes_is_refused() -> None:
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
     with pytest.raises(ValueError, match=r"process_group is 'sharded', 'world', a process group or None, not 'all'\."):
         LossScalingOptimizer(inner, process_group="all")
+
+
+def test_gradients_that_can_be_differentiated_again_are_refused_with_a_scale() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    for scale in (None, NoLossScale()):
+        optimizer = LossScalingOptimizer(SGD([weight], 0.1), scale)
+        (weight.grad,) = torch.autograd.grad(optimizer.scale_loss(weight.square().sum()), weight, create_graph=True)
+        if scale is None:
+            with pytest.raises(LossScaleError, match="derivatives of them would keep the loss scale"):
+                optimizer.step()
+    optimizer.step()
+    weight.grad = None  # or the graph of the gradient lives on
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiled_step_scales_and_skips_as_it_is(fused: bool) -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 2)
+        optimizer = LossScalingOptimizer(AdamW(layer.parameters(), 0.1, fused=fused))
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            optimizer.backward(layer(torch.ones(3, 4)).square().mean() * factor)
+            step()
+            found.append((optimizer.last_step.skipped, optimizer.loss_scaler.value, layer.weight.detach().clone()))
+    for plain, compiled in zip(found[:3], found[3:], strict=True):
+        assert plain[:2] == compiled[:2]
+        assert torch.equal(plain[2], compiled[2])
