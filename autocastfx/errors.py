@@ -14,6 +14,7 @@ __all__ = [
     "BisectError",
     "CalibrationError",
     "CaptureError",
+    "ClippedValuesWarning",
     "EvaluationsError",
     "GpuError",
     "KeyPath",
@@ -166,6 +167,10 @@ class GpuError(AutocastFXError, ValueError):
 
 class ScaledGradientsWarning(UserWarning):
     """Gradients were changed while they were multiplied by the loss scale."""
+
+
+class ClippedValuesWarning(UserWarning):
+    """A call's inputs hold values beyond float16's range, and their casts clip them."""
 
 
 class SkippedStepWarning(UserWarning):
