@@ -129,6 +129,10 @@ class ScaledGradientsWarning(UserWarning):
     """Gradients were changed while they were multiplied by the loss scale."""
 
 
+class ClippedValuesWarning(UserWarning):
+    """A call's inputs hold values beyond float16's range, and their casts clip them."""
+
+
 class SkippedStepWarning(UserWarning):
     """An optimizer skipped a step because a node of a watched model overflowed."""
 

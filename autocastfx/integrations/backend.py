@@ -41,7 +41,7 @@ from autocastfx.errors import (
 )
 from autocastfx.graph.cell import table
 from autocastfx.graph.names import located
-from autocastfx.graph.node import Held
+from autocastfx.graph.node import Held, copy_graph
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
@@ -54,6 +54,7 @@ from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.variant import count_clipped
 
 # Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
 
@@ -442,6 +443,8 @@ class CompileBackend:
         from torch._dynamo.backends.registry import lookup_backend
 
         inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
+        if self.inner == "eager" and count_clipped(counting := copy_graph(module.graph)):
+            module = fx.GraphModule(module, counting)
         with own_sizes(), torch._C._DisableAutocast():
             return self._outside_autocast(inner(module, inputs), device.type)
 

@@ -24,12 +24,13 @@ from autocastfx.graph.node import (
     is_float32,
     largest_size,
     settled_size,
+    tensors,
     unknown_size,
     uses,
 )
 from autocastfx.graph.sizes import Size, product
 from autocastfx.passes.analysis.backward_adds import contributions
-from autocastfx.passes.analysis.demands import Demands, cancellations
+from autocastfx.passes.analysis.demands import Demands, cancellations, offsets
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
 from autocastfx.passes.analysis.units import only_moves
 from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_mask, reach, reading_call_inputs
@@ -40,6 +41,7 @@ from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
 _CASTS = ("to", "_to_copy", "type_as")
+_INTEGERS = {torch.int16, torch.int32, torch.int64}  # 16 bits hold all smaller ones
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class Classifier:
                     return forced
             if not isinstance(rule, ModuleRule):  # by which a person asks for it, whatever it is
                 listed = self._product(node, listed)
+        if listed.category.is_free and (forced := self._meets_integers(node)):
+            return forced
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
@@ -315,14 +319,26 @@ class Classifier:
         masks = [u.node for u in uses(node) if takes_mask(node, u)]
         reads = [u.node for u in uses(node) if u.node not in masks]
         for value in (n for n in (*reads, node) if has_float32(n) and self.whole.reach.get(n, 0.0) > most):
-            reach = self.whole.reach[value]
-            upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
-            what = "gives" if value is node else f"reads {value.name}:"
-            reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {most:,}"
-            return Decision(Category.DENY, reason, Forced.WHOLE)
+            return self._blurred("gives" if value is node else f"reads {value.name}:", value)
         for mask in (n for n in masks if has_float32(n) and self.whole.are_positions(n, most)):
             return Decision(Category.DENY, f"adds positions: {mask.name}", Forced.WHOLE)
         return None
+
+    def _meets_integers(self, node: fx.Node) -> Decision | None:
+        """An op beside whose 16-bit values torch rounds integers; a single one widens nothing, unless it is added."""
+        name, facts = base_name(op_name(node)), self.facts
+        mixes = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in {*facts.mixed_args, *facts.joins}
+        for value in (u.node for u in uses(node) if mixes and not _INTEGERS.isdisjoint(dtypes(u.node))):
+            counts = any(t.ndim for t in tensors(value)) or facts.whole_numbers.get(name) == "added"
+            if counts and self.whole.reach.get(value, 0.0) > told_apart(self.low):
+                return self._blurred(f"reads {value.name}:", value)
+        return None
+
+    def _blurred(self, what: str, value: fx.Node) -> Decision:
+        reach = self.whole.reach[value]
+        upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
+        reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {told_apart(self.low):,}"
+        return Decision(Category.DENY, reason, Forced.WHOLE)
 
     def _distance(self, node: fx.Node) -> Decision | None:
         if node not in self.distances:
@@ -364,6 +380,8 @@ class Classify(Pass):
         classification = replace(classification, wide=classification.wide | reached.wide)
         if rules.placement != "follow":  # torch.autocast demands nothing
             cancelling = cancellations(state.graph, values, rules, facts)
-            demands = Demands(settings.ports, state.parameters, cancelling)
+            held = values.magnitudes if settings.fold != "kernel" else {}  # which rounds what is added
+            far = offsets(state.graph, state.parameters, held, state.measured)
+            demands = Demands(settings.ports, state.parameters, cancelling, far)
             classification = replace(classification, decisions=demands(state.graph, classification.decisions))
         return replace(state, classification=classification)

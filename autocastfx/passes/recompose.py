@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.nn import functional as F
 
 from autocastfx.graph import alias
 from autocastfx.graph.magnitude import is_here
@@ -284,29 +287,64 @@ def _is_bool(node: fx.Node) -> bool:
     return tensors(node)[0].dtype == torch.bool
 
 
-class WriteOutAttention(Pass):
-    """Replaces attention with dropout by its formula, on a CPU, where the list lets it and its parts run in 16 bits.
+# Cells of recurrent layers, whose kernels in 16 bits round the state that they add up, at each step. In torch's own
+# formula the products run in 16 bits, and the state does not.
 
-    It stays if it groups heads, if its scale is not known, if a size is 0, if a mask is larger than the scores, and if
-    not all that it reads is float32. Dropout draws the same numbers.
+
+_CELLS = ("lstm_cell", "gru_cell")
+
+
+def _cell(x: Any, state: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    if not isinstance(state, list):
+        return decompositions.gru_cell_data(x, state.float(), w_ih, b_ih, w_hh, b_hh)
+    return decompositions.lstm_cell(F.linear(x, w_ih, b_ih), state[0], state[1].float(), w_hh, b_hh, None, 1)
+
+
+def _in_parts(cell: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What gives the values of ``cell``, by the nodes that give them now: parts of it, put before it."""
+    reads = cell.all_input_nodes
+    formula = make_fx(lambda *given: _cell(*map_arg(cell.args, lambda n: given[reads.index(n)])), pre_dispatch=True)
+    parts = formula(*map(value, reads)).graph
+    copies = dict(zip(parts.find_nodes(op="placeholder"), reads, strict=True))
+    with cell.graph.inserting_before(cell):
+        made: Any = cell.graph.graph_copy(parts, copies)
+    for part in (n for n in parts.nodes if n.op == "call_function"):
+        place_like(copies[part], cell)
+        set_value(copies[part], value(part))
+    return {user: made[cast("int", user.args[1])] for user in cell.users} if isinstance(made, tuple) else {cell: made}
+
+
+class WriteOut(Pass):
+    """Replaces LSTM and GRU cells by their formula, and attention with dropout on a CPU, where lists allow 16 bits.
+
+    A person's own rule keeps a cell whole. Attention stays if its parts may not run in 16 bits, if it groups heads, if
+    its scale is not known, if a size is 0, if a mask is larger than the scores, and if it reads what is not float32.
+    Dropout draws the same numbers.
     """
 
-    name = "write out attention"
+    name = "write out"
 
     def __call__(self, state: State) -> State:
         """The state with what was written out."""
-        if MATH_ATTENTION not in self.settings.recompose or not _rounds_parts(self.settings, state):
-            return state
+        takes_attention = MATH_ATTENTION in self.settings.recompose and _rounds_parts(self.settings, state)
         recomposed: list[Recomposed] = []
         for node in list(state.graph.nodes):
-            if op_name(node) != "scaled_dot_product_attention" or self.settings.category(node) is not Category.ALLOW:
+            is_attention, is_cell = op_name(node) == "scaled_dot_product_attention", op_name(node) in _CELLS
+            rule = self.settings.matcher(node) if is_cell or (is_attention and takes_attention) else None
+            if rule is None or rule.category is not Category.ALLOW:
                 continue
-            if (scale := _scale_of_plain(node)) is not None:
-                made = _written_out(node, scale)
-                node.replace_all_uses_with(made)
-                stand_for(made, *all_names(node))
-                state.graph.erase_node(node)
-                recomposed.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
+            results: dict[fx.Node, fx.Node] = {}
+            if is_attention and (scale := _scale_of_plain(node)) is not None:
+                results = {node: _written_out(node, scale)}
+            elif is_cell and rule.shipped and state.guesses is None and all(map(is_float32, node.all_input_nodes)):
+                results = _in_parts(node)
+            for old, new in results.items():
+                old.replace_all_uses_with(new)
+                stand_for(new, *all_names(old))
+            for old in dict.fromkeys((*results, node)) if results else ():
+                state.graph.erase_node(old)
+            pattern = MATH_ATTENTION if is_attention else "recurrent_cell"
+            recomposed += [Recomposed(pattern, new.name, (node.name,)) for new in list(results.values())[:1]]
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 

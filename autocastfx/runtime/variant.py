@@ -23,13 +23,15 @@ from autocastfx.capture.leave_intact import keep_source
 from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import UnmatchedRuleWarning, VariantError
+from autocastfx.errors import ClippedValuesWarning, UnmatchedRuleWarning, VariantError
 from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan.plan import Plan
+from autocastfx.runtime.operators.casts import is_concrete, saturating_cast
 from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copies, working_copy
+from autocastfx.training.loss_scale import HostCopy, is_capturing
 
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured
@@ -155,10 +157,44 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
                 copied.target, copied.args = _CASTS[copied.args[1:]], copied.args[:1]
             elif copied.target in QUICK and _is_called_alike(copied):
                 copied.target = QUICK[copied.target]
+    count_clipped(quick)
     _copy_constants(quick)
     _read_together(quick)
     _count_together(quick)
     return quick, Reads.of([str(node.target) for node in read])
+
+
+def count_clipped(graph: fx.Graph) -> bool:
+    """Let casts in ``graph``, which is for running alone, count what they clip but masks; say whether there is one."""
+    casts = [n for n in graph.find_nodes(op="call_function", target=saturating_cast) if n.args[2] == 65_504]
+    for node in casts:
+        node.target = _counting_cast(str(node.args[0]))
+    return bool(casts)
+
+
+def _counting_cast(name: str) -> Callable[[torch.Tensor, torch.dtype, float], torch.Tensor]:
+    """``saturating_cast`` that tells, once, how much of the value ``name`` it has clipped. Nothing waits for a GPU."""
+    sent, is_told, total = HostCopy(), False, None
+
+    def cast_and_count(x: torch.Tensor, dtype: torch.dtype, bound: float) -> torch.Tensor:
+        nonlocal is_told, total
+        is_recorded = torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
+        if not is_told and is_concrete(x) and not is_recorded and not is_capturing([x]):
+            clipped = ((x.detach().abs() > bound) & x.isfinite()).sum(dtype=torch.float32)
+            total = clipped if total is None else total + clipped
+            sent.start(total)  # for a later call, if this is not on a CPU
+            seen = sent.read(total) if x.device.type == "cpu" else sent.arrived()
+            if seen is not None and seen.number:
+                is_told = True
+                told = (
+                    f"{seen.number:,.0f} values of {name!r} were beyond {bound:,.0f} and clipped in float16: results "
+                    "may be wrong though finite, and no loss scale sees it. Scale them, convert with calibrate=, which "
+                    "keeps what reads them in float32, or use bfloat16. This is told once."
+                )
+                warnings.warn(told, ClippedValuesWarning, stacklevel=3)
+        return saturating_cast(x, dtype, bound)
+
+    return cast_and_count
 
 
 def _copy_constants(quick: fx.Graph) -> None:

@@ -10,7 +10,8 @@ from typing import cast
 from torch import fx
 
 from autocastfx.errors import TextPlace
-from autocastfx.graph.alias import AliasSet, alias_sets, reachable
+from autocastfx.graph.alias import AliasSet, alias_sets, aliased, reachable
+from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.passes.analysis.exact_numbers import SCALES, HeldValues, is_second_power
@@ -51,6 +52,27 @@ def cancellations(graph: fx.Graph, values: HeldValues, op_list: OpList, facts: K
             reasons |= dict.fromkeys(moments.beside_average(node, values.averaging), reason)
         elif (weight := moments.weight(node)) is not None and str(weight.target) in values.balanced:
             reasons[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
+    return reasons
+
+
+def offsets(
+    graph: fx.Graph, parameters: Set[str], held: Mapping[str, Magnitude], measured: Mapping[fx.Node, Magnitude]
+) -> dict[fx.Node, str]:
+    """The sums with one of ``parameters`` that is far from 0, each with the reason. Its error is the same in all rows.
+
+    It is far if it is larger than the sum, as ``measured``, or else than 1. Where nothing was measured, one that is
+    subtracted counts as far, for it may learn to be.
+    """
+    reasons: dict[fx.Node, str] = {}
+    for node in (n for n in graph.nodes if n.op == "call_function" and base_name(op_name(n)) in _SUMS):
+        reads = [u.node for u in uses(node) if has_float32(u.node)]
+        names = [str(n.target) for n in reachable(reads, aliased) if n.op == "get_attr" and n.target in parameters]
+        if len(reads) != 2 or len(names) != 1:
+            continue
+        adds = base_name(op_name(node)) == "add" and dict(constants(node)).get("alpha", 1) > 0
+        is_far = names[0] in held and held[names[0]].rms > (measured[node].rms if node in measured else 1.0)
+        if is_far or not (adds or node in measured):
+            reasons[node] = f"a sum with {names[0]}, which is far from 0 or may learn to be, is small beside it"
     return reasons
 
 
@@ -260,11 +282,13 @@ class Demands:
         ports: which inputs a node shares its precision with, and the list that holds the demands.
         parameters: ``get_attr`` targets; a product with one of them is a layer, and keeps its precision.
         cancelling: nodes in which large values cancel, with the reason.
+        offsets: likewise, of values and a parameter; products before them are no more exact than torch.autocast's.
     """
 
     ports: Ports
     parameters: frozenset[str]
     cancelling: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    offsets: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
 
     def __call__(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
         """``decisions``, in which the ops that demand, and the free ones that lead to them, run in float32.
@@ -315,8 +339,8 @@ class Demands:
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
         is_allowed = rule is not None and not rule.shipped and rule.category.is_low
-        if node in self.cancelling and not (is_a_persons or is_allowed):
-            return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=_ANY), reads
+        if (cancels := self.cancelling.get(node, self.offsets.get(node))) and not (is_a_persons or is_allowed):
+            return _Wish(node.name, cancels, Forced.DISTANCE, node in self.cancelling, _ANY), reads
         if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
             return None, []
         at = [u.node for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]

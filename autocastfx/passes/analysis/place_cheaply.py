@@ -25,8 +25,9 @@ from autocastfx.graph.magnitude import read_as_scores, takes_mask
 from autocastfx.graph.names import base_name, kernel_name, op_name
 from autocastfx.graph.node import Use, argument, elements, has_float32, is_float32, is_member, producer, tensors, uses
 from autocastfx.passes.analysis.backward_adds import Readers
+from autocastfx.passes.analysis.demands import is_size
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
-from autocastfx.passes.analysis.units import Ports, Unit, Units
+from autocastfx.passes.analysis.units import Ports, Unit, Units, with_dimensions
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
@@ -181,18 +182,17 @@ def _adds_mask(node: fx.Node, outside: Set[fx.Node], written: Set[fx.Node]) -> b
 
 
 def decisive(node: fx.Node, ports: Ports, outside: Set[fx.Node]) -> Iterator[fx.Node]:
-    """The float32 operands that make ``node`` float32 by torch's promotion: those with dimensions.
+    """The float32 operands that make ``node`` float32 by torch's promotion: those with dimensions, or all if none has.
 
-    A single number widens nothing, but one that comes from ``outside`` and is added: 80 metres and a correction have no
-    digits for the correction in 16 bits.
+    A single number beside them widens nothing, but one that comes from ``outside`` and is added: 80 metres and a
+    correction have no digits for the correction in 16 bits.
     """
     made_by = producer(node)
-    is_sum = ports.facts.whole_numbers.get(base_name(op_name(made_by))) == "added"
-    for use in uses(made_by):
-        if has_float32(use.node) and not ports.stays_float32(made_by, use):
-            is_number = not any(t.ndim for t in tensors(use.node) if t.dtype == torch.float32)
-            if not is_number or (is_sum and use.node in outside):
-                yield use.node
+    name = base_name(op_name(made_by))
+    kept = (u for u in uses(made_by) if has_float32(u.node) and not is_size(u, name))
+    reads = tuple(u.node for u in kept if not ports.stays_float32(made_by, u))
+    shaped, is_sum = with_dimensions(reads), ports.facts.whole_numbers.get(name) == "added"
+    yield from (read for read in reads if read in shaped or (is_sum and read in outside))
 
 
 # The values that are read in 16 bits alone, and the views of weights that may be made so.

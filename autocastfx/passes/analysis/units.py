@@ -131,7 +131,7 @@ class Ports:
 
     def decisive(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the ``operands`` that set the precision of the result."""
-        return _with_dimensions(self.operands(node))
+        return with_dimensions(self.operands(node))
 
     def converts(self, node: fx.Node, use: Use) -> bool:
         """True if ``node`` itself makes float32 of the value of this use.
@@ -184,7 +184,7 @@ class Ports:
         operands = self.operands(node)
         if not operands:
             return ()
-        decisive = _with_dimensions(operands)
+        decisive = with_dimensions(operands)
         if placement.run is Precision.LOW:
             uncast = set(operands) - set(decisive)
         else:
@@ -200,7 +200,7 @@ class Ports:
         return tuple(n for n in mutated if n not in kept)
 
 
-def _with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+def with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     """The operands that have dimensions; all of them if none has."""
     return tuple(r for r in operands if tensors(r)[0].ndim) or operands
 

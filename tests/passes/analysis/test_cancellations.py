@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import OpList
-from tests.helpers import Function
+from tests.helpers import Function, relative_error
 
 X = torch.rand(2, 1, 12, 12)
 
@@ -190,3 +190,83 @@ def test_a_list_of_ones_own_that_allows_the_difference_wins() -> None:
     for lists, run in (("default", "float32"), (["default", allowed], "bfloat16")):
         plan = autocastfx.convert(Function(variance), (torch.randn(16, 16),), dtype="bfloat16", op_list=lists).plan
         assert plan["sub"].dtype == run
+
+
+class Centred(nn.Module):
+    """What a function makes of values around a number, and of a parameter that holds it, for a layer."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], centre: Tensor, value: float = 10.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.function = nn.Linear(32, 32), nn.Linear(32, 4), function
+        self.centre = nn.Parameter(centre)
+        with torch.no_grad():
+            self.first.bias.add_(value)
+            self.last.weight.abs_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x), self.centre))
+
+
+ROWS, CENTRE = torch.randn(256, 32, generator=torch.Generator().manual_seed(0)), torch.full((32,), 10.2)
+OFFSETS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "a difference": (lambda y, c: y - c, CENTRE),
+    "the other way round": (lambda y, c: c - y, CENTRE),
+    "a negative multiple": (lambda y, c: torch.add(y, c, alpha=-1), CENTRE),
+    "a centre as large": (lambda y, c: y - c.expand_as(y), CENTRE),
+    "two centres": (lambda y, c: (y[:, None] - c).sum(1), CENTRE.repeat(2, 1)),
+    "one number": (lambda y, c: F.relu(y - c), torch.tensor(10.2)),
+    "what is 0 as yet": (lambda y, c: y - c, torch.zeros(32)),
+    "a sum with a large one": (lambda y, c: y + c, -CENTRE),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_values_less_a_parameter_are_float32(name: str) -> None:
+    function, centre = OFFSETS[name]
+    plan = autocastfx.convert(Centred(function, centre), (ROWS,), dtype="bfloat16").plan
+    assert {node.dtype for node in plan.nodes if "centre" in node.decision.reason} == {"float32"}
+    assert plan["linear"].dtype == plan["linear_1"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_less_a_parameter_are_as_exact_as_under_torch_autocast(dtype: torch.dtype) -> None:
+    model = Centred(lambda y, c: F.relu(y) - c, CENTRE)
+    amp_model = autocastfx.convert(model, (ROWS,), dtype=dtype)
+    exact = errors_of(model, lambda: model(ROWS))
+    with torch.autocast("cpu", dtype):
+        autocast = errors_of(model, lambda: model(ROWS))
+    ours = errors_of(model, lambda: amp_model(ROWS))
+    for name, value in exact.items():
+        bound = 1.2 * relative_error(autocast[name], value) + torch.finfo(dtype).eps
+        assert relative_error(ours[name], value) <= bound, name
+
+
+def errors_of(model: nn.Module, call: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """What a call gives, and the gradients of its mean square."""
+    model.zero_grad()
+    output = call()
+    output.float().square().mean().backward()
+    return {
+        "output": output.detach().float(),
+        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    }
+
+
+def test_a_parameter_that_is_near_0_is_added_in_16_bits() -> None:
+    model = Centred(lambda y, c: y + c, CENTRE / 100)
+    assert autocastfx.convert(model, (ROWS,), dtype="bfloat16").plan["add"].dtype == "bfloat16"
+
+
+def test_calibration_tells_whether_a_parameter_is_far_from_0() -> None:
+    """Beside values that spread as far as the centre, its rounding is none that counts."""
+    for value, run in ((10.2, "float32"), (1000.0, "bfloat16")):
+        model = Centred(lambda y, c: y - c, CENTRE, value)
+        plan = autocastfx.convert(model, (ROWS,), dtype="bfloat16", calibrate=[ROWS]).plan
+        assert plan["sub"].dtype == run
+
+
+def test_with_fold_kernel_a_large_parameter_is_added_in_16_bits_and_none_is_subtracted() -> None:
+    for function, op, run in ((lambda y, c: y + c, "add", "bfloat16"), (lambda y, c: y - c, "sub", "float32")):
+        plan = autocastfx.convert(Centred(function, CENTRE), (ROWS,), dtype="bfloat16", fold="kernel").plan
+        assert plan[op].dtype == run

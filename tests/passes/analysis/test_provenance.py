@@ -29,6 +29,7 @@ class Model(nn.Module):
         super().__init__()
         self.function = function
         self.weight, self.scale = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8))
+        self.gain = nn.Parameter(torch.tensor(0.0137))
         self.register_buffer("held", torch.rand(8, 8))
 
     def forward(self, x: Tensor) -> Any:
@@ -50,6 +51,9 @@ def provenance(function: Callable[[Any, Tensor], Any]) -> tuple[set[str], set[st
 PARAMETERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "itself": lambda m, x: m.weight,
     "a view": lambda m, x: m.weight.view(4, 16).mT,
+    "a number with a dimension": lambda m, x: m.gain.view(1, 1),
+    "a number as large as a product": lambda m, x: m.gain.expand_as(x @ m.weight),
+    "a choice of a number": lambda m, x: torch.where(x[0] > 0, m.gain, 0.0),
     "two joined by a choice": lambda m, x: torch.where(x > 0, m.weight, m.scale),
 }
 OUTSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -59,6 +63,7 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
     "a cast from integers": lambda m, x: (x > 0).float(),
     "a sum with one": lambda m, x: x @ m.weight + x,
     "a chain after one": lambda m, x: ((x @ m.weight + x).tanh() * m.scale).relu(),
+    "a number from outside with a dimension": lambda m, x: x[0, 0].sqrt()[None],
     "random numbers": lambda m, x: torch.rand_like(x @ m.weight),
 }
 NEITHER: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -67,6 +72,7 @@ NEITHER: dict[str, Callable[[Any, Tensor], Any]] = {
     "computed from a parameter": lambda m, x: m.weight * 2,
     "what a deny op gives": lambda m, x: x.exp(),
     "a product and a single number from outside that scales it": lambda m, x: (x @ m.weight) * x[0, 0],
+    "a product as large as an input": lambda m, x: (x[:1] @ m.weight).expand_as(x),
     "rows of a parameter": lambda m, x: functional.embedding((x[0] > 0).long(), m.weight),
 }
 
@@ -103,6 +109,9 @@ def test_a_mask_added_to_scores_does_not_bring_them_from_outside() -> None:
         (lambda x, n: x @ x + n, ["matmul", "n"]),  # an addend may have digits that 16 bits lose
         (lambda x, n: (x @ x) * n, ["matmul"]),
         (lambda x, n: (x @ x) + x[0], ["matmul", "select"]),
+        (lambda x, n: n.view(1, 1), ["n"]),
+        (lambda x, n: torch.stack([n, (x @ x).mean()]), ["n", "mean"]),
+        (lambda x, n: n.expand_as(x @ x), ["n"]),
     ],
 )
 def test_the_operands_that_make_a_result_float32(function: Callable[..., Any], expected: list[str]) -> None:
@@ -132,6 +141,31 @@ def test_a_state_that_takes_small_steps_is_never_narrowed(dtype: torch.dtype, fo
     assert {n.dtype for n in amp_model.plan.nodes if n.op == "add"} == {"float32"}
     # Each step is rounded thrice on its way, and so is what it is computed from.
     assert relative_error(amp_model(X).detach() - X, steps(model, X).detach() - X) < 8 * torch.finfo(dtype).eps
+
+
+NUMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "viewed": lambda m, y: m.gain.view(1, 1),
+    "as large as a value": lambda m, y: m.gain.expand_as(y),
+    "stacked": lambda m, y: torch.stack([m.gain] * 8),
+    "joined": lambda m, y: torch.cat([m.gain[None]] * 8),
+    "chosen": lambda m, y: torch.where(y[:1] == y[:1], m.gain, 0.0),
+    "computed before": lambda m, y: (m.gain * 2).unsqueeze(0).flip(0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_gets_dimensions_widens_as_in_torch(name: str) -> None:
+    def steps(m: Any, x: Tensor) -> Tensor:
+        y = x @ m.weight
+        for _ in range(24):
+            y = y + NUMBERS[name](m, y) * torch.tanh(y @ m.weight)
+        return y
+
+    model = Model(steps)
+    exact, converted = steps(model, X).detach(), autocastfx.convert(model, (X,), dtype=LOW)(X).detach()
+    with torch.autocast("cpu", LOW):
+        autocast = steps(model, X).detach()
+    assert relative_error(converted, exact) < 1.2 * relative_error(autocast, exact) + torch.finfo(LOW).eps / 4
 
 
 def stream(m: Any, x: Tensor) -> Tensor:

@@ -221,3 +221,59 @@ def test_a_size_blurs_no_value_that_is_shaped_by_it(said: dict[str, Any]) -> Non
     residual = [n for n in amp_model.plan.nodes if n.op == "add" and n.module == "transformer.h.0"]
     assert len(residual) == 2
     assert {str(n.placement.run) for n in residual} == {"low"}
+
+
+# -- integers beside 16-bit values ------------------------------------------------------------------------------------
+
+Y = torch.rand(16, 16)
+MEETING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda y, n: y + n,
+    "subtracted from it": lambda y, n: n - y,
+    "added in place": lambda y, n: y.clone().add_(n),
+    "the larger": lambda y, n: torch.maximum(y, n),
+    "one of the two": lambda y, n: torch.where(y > 0, y, n),
+    "joined": lambda y, n: torch.cat([y, n]),
+    "stacked": lambda y, n: torch.stack([y, n]),
+    "multiplied and added": lambda y, n: torch.addcmul(y, y, n),
+    "a single one": lambda y, n: y + n[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_integer_that_16_bits_do_not_hold_makes_an_op_float32(name: str, dtype: torch.dtype) -> None:
+    far = torch.arange(3000, 3256).view(16, 16)
+    plan = autocastfx.convert(Function(lambda x: MEETING[name](x @ x, far)), (Y,), dtype=dtype).plan
+    meets = [node for node in plan.nodes if node.decision.source == "forced:whole"]
+    assert [(node.dtype, "whole numbers up to 3,255" in node.decision.reason) for node in meets] == [("float32", True)]
+    assert plan["matmul"].dtype == str(dtype).removeprefix("torch.")
+
+
+NEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "what 16 bits hold": lambda y, n: y + n,
+    "bytes": lambda y, n: y + (1000 * n).to(torch.uint8),
+    "a mask": lambda y, n: y * (1000 * n > 3000),
+    "an index": lambda y, n: y[1000 * n[:, 0] % 16],
+    "a single one that is no addend": lambda y, n: y * (1000 * n)[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_other_integers_leave_an_op_in_16_bits(name: str) -> None:
+    near = torch.arange(1, 257).view(16, 16)
+    plan = autocastfx.convert(Function(lambda x: NEAR[name](x @ x, near) @ x.mT), (Y,), dtype=LOW).plan
+    assert not [node for node in plan.nodes if node.decision.source == "forced:whole"]
+
+
+def test_a_grid_of_integers_is_as_exact_as_one_of_float32() -> None:
+    """Places in an image of 1,000 columns, from offsets that a convolution gives."""
+
+    def places(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x: (x @ x + torch.arange(1000, 1016, dtype=dtype)) * 4.0
+
+    exact = places(torch.int64)(Y)
+    off = {
+        dtype: float((autocastfx.convert(Function(places(dtype)), (Y,), dtype=LOW)(Y) - exact).abs().max())
+        for dtype in (torch.float32, torch.int64)
+    }
+    assert off[torch.int64] == off[torch.float32] < 0.1
