@@ -31,6 +31,7 @@ from autocastfx.capture.call import (
     inputs_of,
     named_device,
     refuse_for_low_model,
+    refuse_scripted,
 )
 from autocastfx.capture.function import as_module, is_function
 from autocastfx.capture.leave_intact import capturing
@@ -157,12 +158,13 @@ def convert(
         SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: the model is enabled or holds torchao's float8 layers, the list asks for float8 and the device
-            has no such products (or the model is 16-bit), a reserved argument was given, a parameter is a DTensor,
-            ``weights="low"`` or ``check=True`` was given without example inputs, or ``sensitivity`` with a list that
-            follows torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
-            ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``; or a function
-            calls a module with parameters, or reads a tensor that requires a gradient, from around it.
+        UnsupportedError: the model is enabled, TorchScript, or holds torchao's float8 layers, the list asks for float8
+            and the device has no such products (or the model is 16-bit), a reserved argument was given, a parameter is
+            a DTensor or FSDP1's, ``weights="low"`` or ``check=True`` was given without example inputs, or
+            ``sensitivity`` with a list that follows torch.autocast's dispatch; or the model is 16-bit, and was given
+            another ``dtype``, ``weights``, ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to
+            ``recompose``; or a function calls a module with parameters, or reads a tensor that requires a gradient,
+            from around it.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -413,6 +415,7 @@ def _as_module(model: object) -> nn.Module:
             "convert takes an nn.Module, a GraphModule, an ExportedProgram or a function of tensors, not "
             f"{type(model).__name__}{hint}"
         )
+    refuse_scripted(module)
     _check_parameters(module)
     _refuse_swapped(module)
     return module
@@ -592,4 +595,9 @@ def _check_parameters(model: nn.Module) -> None:
                 f"parameter {name!r} of {type(model).__name__} is a DTensor, whose collectives cannot be captured. For "
                 "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
                 "torch.autocast, with a LossScalingOptimizer all the same."
+            )
+        if hasattr(parameter, "_fsdp_flattened"):
+            raise UnsupportedError(
+                f"parameter {name!r} of {type(model).__name__} is held by FullyShardedDataParallel, in whose calls "
+                "alone it is whole. Convert the model first and wrap what was converted, or use autocastfx.enable."
             )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import autocastfx
 from autocastfx import testing
@@ -106,6 +109,16 @@ def test_importing_the_package_loads_the_operators_of_saved_graphs_and_little_el
         name for name in own if name.startswith(("autocastfx.passes", "autocastfx.numerics", "autocastfx.report"))
     ]
     assert operators == "autocastfx.rms_norm.default autocastfx.data.default"
+
+
+def test_no_module_makes_a_tensor_as_it_is_imported() -> None:
+    """It would be on the default device that a program has set meanwhile, or one of its inference mode."""
+    modules = []
+    for part in pkgutil.walk_packages(autocastfx.__path__, "autocastfx."):
+        with suppress(ImportError):  # of packages that are not there, as triton
+            modules.append(import_module(part.name))
+    kept = [f"{m.__name__}.{name}" for m in modules for name, one in vars(m).items() if torch.is_tensor(one)]
+    assert kept == []
 
 
 def test_every_error_is_one_of_the_package_and_one_of_python() -> None:

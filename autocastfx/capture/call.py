@@ -448,6 +448,21 @@ def refuse_for_low_model(module: nn.Module, own: torch.dtype, **given: Any) -> N
             )
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a model that is TorchScript, or holds a module that is: there is no Python code to capture.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{f'the module {name!r}' if name else 'this model'} is a {type(module).__name__} of torch.jit, which "
+                "has no Python code to capture: put the module in its place that it was made from, or leave it to "
+                "torch.autocast."
+            )
+
+
 def conversion_is_off() -> bool:
     """True, and told, if the environment has ``AUTOCASTFX_DISABLE=1``: everything runs in float32, to compare runs.
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
@@ -146,12 +147,13 @@ def _data(x: Tensor) -> Tensor:
 def _set_data(x: Tensor, new_data: Tensor) -> Tensor:
     if TracingContext.try_get() is None:  # is_compiling() is false in kernels that torch 2.11 traces
         x.data = new_data
-    elif torch.compiler.is_exporting():  # on abstract tensors
+    elif torch.compiler.is_exporting() or not isinstance(x, FunctionalTensor):  # on abstract tensors
         x.data.copy_(new_data.data)
     else:
         raise UnsupportedError(
             "the model assigns to the .data of a tensor, which torch.compile cannot reproduce exactly. Run the "
-            "converted model without torch.compile, or write into the tensor: p.data.copy_(new)."
+            'converted model without torch.compile (enable: inner="eager"), or write into the tensor: '
+            "p.data.copy_(new)."
         )
     return x
 
@@ -181,8 +183,13 @@ def set_data_rule(model: nn.Module) -> Mapping[Any, Rule]:
     return {_SET: partial(_set, model)}
 
 
+def keeps_form(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """True if a graph can hold ``old.data = new``: dtype, device and size stay."""
+    return (old.dtype, old.device, old.shape) == (new.dtype, new.device, new.shape)
+
+
 def _set(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
+    if not keeps_form(old, new):
         named = (*model.named_parameters(), *model.named_buffers())
         name = next((repr(name) for name, tensor in named if tensor is old), "a tensor")
         frame = calling_frame()

@@ -23,6 +23,7 @@ from autocastfx.capture.call import (
     device_among,
     device_of,
     refuse_for_low_model,
+    refuse_scripted,
 )
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
@@ -45,7 +46,7 @@ from autocastfx.graph.node import Held, copy_graph
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
-from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
+from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
@@ -116,7 +117,7 @@ def autocast_as_before(kind: str) -> Generator[None]:
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     try:
         yield
-    except RuntimeError:
+    except FAILURES:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
         while _depth() > depth:
@@ -138,12 +139,12 @@ def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], k
 
     def call(*inputs: Any) -> Any:
         nonlocal is_float32
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         if not is_float32:
             try:
                 with autocast_as_before(kind):
                     return run(*inputs)
-            except RuntimeError as error:
+            except FAILURES as error:
                 failure = error
         with torch.autocast(kind, enabled=False):
             result = exact(*inputs)
@@ -334,8 +335,10 @@ class CompileBackend:
 
         Raises:
             CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
+            UnsupportedError: a module in it is TorchScript.
         """
         if not conversion_is_off():
+            refuse_scripted(model)
             _warn_of_generators(model)
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
@@ -434,7 +437,7 @@ class CompileBackend:
         try:
             with autocast_as_before(device.type):
                 run = self._compile(module, inputs, device)
-        except RuntimeError as error:
+        except FAILURES as error:
             warn_of_failure("the graph", error)
             return self._compile(exact, inputs, device)
         return float32_where_it_fails(run, exact, device.type)
@@ -550,8 +553,8 @@ def enable(
 
     Raises:
         CaptureError: ``check`` found a difference.
-        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned; or
-            it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
+        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, TorchScript, or what ``convert``
+            returned; or it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
         OpListError: a list is wrong.
         ValueError: an argument has no such choice.
     """

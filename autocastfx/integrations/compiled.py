@@ -309,26 +309,35 @@ class CompiledCall:
 
     def __init__(self, model: nn.Module, backend: _Backend, options: Mapping[str, Any]) -> None:
         from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo.utils import to_subclass
 
         self.model, self.backend, self.options = model, backend, options
         self.call: Callable[..., Any] = torch.compile(skipped.caller(model), backend=backend, **options)
+        self._called = self.call  # the one that has run last: what backward recomputes runs as it ran
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
+        self._alone: set[nn.Module] = set()  # parts that were called by themselves last
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
         self._left: list[skipped.SkippedCode] = []
         self._told: set[str] = set()
         self._skips = -1  # how often Dynamo had skipped code at the end of the last call
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
         self._inside = skipped.Inside()  # where parts that are called run as the model's own
+        self._insides = [self._inside]  # and that of the model in which this one is a part
         for function in (self._call_part, PartCall.__call__, skipped.InAutocast.__call__):
             skip_code(function.__code__)  # Dynamo looks at what they call
+        # Dynamo's code calls this. A program's own ``as_subclass``, captured there, would call it again, without end.
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(to_subclass.__code__, eval_frame._FrameExecStrategy(skip, skip))
         self._take_parts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and see to the code that Dynamo has not captured in this call."""
         if any_torch_dispatch_mode_on_stack():  # Dynamo would skip the model's code, and that for good
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
+        if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            return self._run_as_it_is("torch.jit.trace around the call", args, kwargs)
         if self._skips != skipped.skips():
             skipped.look_again(max(self._skips, 0), self.backend.skipped)
         before, moment, broken = skipped.tried(), skipped.now(), breaks()
@@ -342,7 +351,9 @@ class CompiledCall:
                 stack.enter_context(MENDED)
                 for around in self._around:
                     stack.enter_context(around())
-                result = self.call(*args, **kwargs)
+                if not _is_in_backward():
+                    self._called = self.call
+                result = self._called(*args, **kwargs)
         except RuntimeError as error:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
@@ -373,11 +384,19 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with self._inside.entered():
+        with self._all_own():
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
-        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._inside.entered)
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._all_own)
+
+    @contextmanager
+    def _all_own(self) -> Generator[None]:
+        """Let all parts run as they are called, where nothing is captured."""
+        with ExitStack() as stack:
+            for inside in self._insides:
+                stack.enter_context(inside.entered())
+            yield
 
     def _tell(self, why: str, runs: str) -> None:
         told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
@@ -407,20 +426,24 @@ class CompiledCall:
                 )
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
+        """Call a part: converted if it is called by itself, and as it is if the model calls it.
+
+        In backward it is called to be recomputed, and then runs as it ran last.
+        """
         if self._inside.is_entered:
             if eval_frame.get_eval_frame_callback() is None and part not in self._looked:
                 self._looked.add(part)
                 self._left += filter(None, [left_by_torch()])
+            self._alone.discard(part)
             return part._call_impl(*args, **kwargs)
-        if (
-            eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs
-            or torch._C._current_graph_task_id() != -1
-            or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
-        ):
+        is_between_graphs = eval_frame.get_eval_frame_callback() not in (None, False)
+        if is_between_graphs or (_is_in_backward() and part not in self._alone):
+            self._alone.discard(part)
             return part._call_impl(*args, **kwargs)
+        self._alone.add(part)
         if part not in self._parts:
             self._parts[part] = CompiledCall(part, self.backend, self.options)
+            self._parts[part]._insides += self._insides
         return self._parts[part](*args, **kwargs)
 
     @contextmanager
@@ -507,6 +530,10 @@ class CompiledCall:
                 )
             backend.skipped.append(replace(one, runs=runs))
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 # In evaluation they run as one operator, which is float32 as its inputs are; under torch.autocast torch avoids it, too.

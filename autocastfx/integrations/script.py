@@ -234,6 +234,8 @@ class ScriptRun:
             return "the script compiles it"
         if isinstance(module, nn.DataParallel):
             return "nn.DataParallel copies it in each call"
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            return "a module in it is TorchScript"
         if torch.is_autocast_enabled(first.device.type):
             return "called in the script's own torch.autocast"
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):

@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.capture.failure import place
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.leave_intact import own_thread_state, random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
 
 # Give float32 for 16 bits in what a module returns, whatever it returns it in.
@@ -90,10 +90,10 @@ def backwards_tried(kind: str) -> Generator[None]:
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         if not function.__module__.startswith("torch.") and not _cannot_try():
-            copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=not torch.is_grad_enabled()), args)
-            with random_numbers_kept(), torch.enable_grad():
-                returned = original(function, *copies, **kwargs)
-            _run_backward(returned, kind)
+            any_gradient = not torch.is_grad_enabled()
+            with random_numbers_kept(), own_thread_state(), torch.enable_grad():
+                copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=any_gradient), args)
+                _run_backward(original(function, *copies, **kwargs), kind)
         return original(function, *args, **kwargs)
 
     with patch.object(Function, "apply", classmethod(apply)), _NoSparse():
@@ -106,21 +106,23 @@ def _cannot_try() -> bool:
 
 def _copy(tensor: Tensor, any_gradient: bool) -> Tensor:
     needs = tensor.requires_grad or (any_gradient and (tensor.is_floating_point() or tensor.is_complex()))
-    return tensor.detach().clone().requires_grad_(needs)
+    return tensor.detach().requires_grad_(needs).clone()  # no leaf, into which a function may not write
 
 
 def _run_backward(returned: Any, kind: str) -> None:
-    leaves = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor))
-    node = next((leaf.grad_fn for leaf in leaves if isinstance(leaf.grad_fn, BackwardCFunction)), None)
-    if node is not None:
-        outputs = cast("Any", node)._input_metadata
-        with torch.autocast(kind, enabled=False), torch.no_grad():
-            node.apply(*(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in outputs))
+    """Let autograd run it, which gives a function just those gradients that it asks for."""
+    outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if outputs:
+        with torch.autocast(kind, enabled=False):
+            try:
+                torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+            except Exception as error:  # whatever a person's code raises: the model has not called it
+                raise RuntimeError(str(error)) from error
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # the rest of a function after a graph break
 # What 16 bits may make fail: torch's errors, those of numpy for bfloat16, and checks of values. Others may be meant.
-_FAILURES = (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError)
+FAILURES = (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError)
 _LIMIT = (
     ": a value that the code reads differs in each call, and Dynamo's log says which; torch._dynamo.config."
     "recompile_limit allows more graphs"
@@ -172,7 +174,7 @@ def whole(model: nn.Module, reason: str = "there is nothing that it captures") -
 
 def forward_code(module: nn.Module) -> CodeType | None:
     """Return the code of the class's ``forward``; None if it is no Python function."""
-    return getattr(type(module).forward, "__code__", None)
+    return getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
 
 
 def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> MethodType:
@@ -455,7 +457,7 @@ class InAutocast:
                     returned = call(*args, **kwargs)
                 self.is_tried = True
                 return in_float32(returned, self.low, (args, kwargs))
-            except _FAILURES as error:
+            except FAILURES as error:
                 failure = error
         with torch.autocast(self.kind, enabled=False):
             returned = call(*args, **kwargs)  # if the model itself fails, this does too

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.magnitude import takes_mask
@@ -28,7 +29,7 @@ from autocastfx.graph.node import (
     unknown_size,
     uses,
 )
-from autocastfx.graph.sizes import Size, product
+from autocastfx.graph.sizes import Size, abstract_call, product
 from autocastfx.passes.analysis.backward_adds import contributions
 from autocastfx.passes.analysis.demands import Demands, cancellations, offsets
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
@@ -122,7 +123,12 @@ class Classifier:
             decision.source == Forced.USER_CAST and op_name(node) in _CASTS
         ):
             return decision.reason
-        forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._number(node))
+        forced = (
+            self._refused_cast(node),
+            self._explicit_dtype(node),
+            self._no_kernel(node),
+            None if node in fitting else self._number(node),
+        )
         return next((d.reason for d in forced if d is not None and d.source != Forced.EPSILON), None)
 
     def _decide(
@@ -133,6 +139,8 @@ class Classifier:
         rule = Matcher(self.op_list, self.device)(node)
         listed = decision_by_list(self.op_list, rule)
         refuse_banned(node, listed)
+        if forced := self._refused_cast(node):
+            return forced
         if self.op_list.placement == "follow":  # torch.autocast knows no forced rules, and casts 16-bit values too
             return listed
         reads = [u.node for u in uses(node) if has_float32(u.node)]
@@ -207,6 +215,18 @@ class Classifier:
         if op_name(node) == "type_as" or argument(node, "dtype") != torch.float32:
             return listed
         return Decision(Category.DENY, "the model's own cast to float32", Forced.USER_CAST)
+
+    def _refused_cast(self, node: fx.Node) -> Decision | None:
+        """A read of a tensor whose class takes no other dtype, as some that hold quantised weights."""
+        for read in uses(node):
+            abstract = next(iter(tensors(read.node)), None)
+            if is_traceable_wrapper_subclass(abstract) and is_float32(read.node):
+                try:
+                    abstract_call(torch.Tensor.to, (abstract, self.low), {})
+                except Exception:  # whatever the class raises
+                    reason = f"{read.node.name} is a {type(abstract).__name__}, which takes no other dtype"
+                    return Decision(Category.DENY, reason, Forced.TENSOR_CLASS)
+        return None
 
     def _explicit_dtype(self, node: fx.Node) -> Decision | None:
         named = argument(node, "dtype")

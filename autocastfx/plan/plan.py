@@ -229,6 +229,7 @@ class Forced(str, Enum):
     USER_CAST = "forced:user-cast"  # the model casts here itself
     DTYPE = "forced:dtype"  # the call names a dtype
     NO_KERNEL = "forced:no-kernel"  # the device has no 16-bit kernel
+    TENSOR_CLASS = "forced:tensor-class"  # the class of a tensor that it reads takes no other dtype
     RANGE = "forced:range"  # measured values do not fit
     WHOLE = "forced:whole"  # whole numbers that 16 bits do not tell apart
     DISTANCE = "forced:distance"  # a small difference of large values, and its products

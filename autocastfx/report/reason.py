@@ -24,6 +24,7 @@ _ADVICE = {
     Forced.USER_CAST: "the model casts here itself: remove the cast in the model",
     Forced.DTYPE: "the call names its dtype itself: remove that in the model",
     Forced.NO_KERNEL: "the device cannot run it in 16 bits: nothing but another device changes it",
+    Forced.TENSOR_CLASS: "its tensor cannot be cast: nothing but a weight of another class changes it",
     Forced.RANGE: "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
     "bfloat16",
     Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or set run "

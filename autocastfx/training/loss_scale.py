@@ -281,7 +281,7 @@ def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float
 
 
 def _float32(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))  # as a state holds it
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))  # as a state holds it
 
 
 def _check_positive(name: str, given: float) -> None:

@@ -39,8 +39,6 @@ from autocastfx.training.wrapping_optimizer import (
 
 # What is found when gradients are divided by the loss scale, kept until the step.
 
-_ZERO, _ONE = torch.zeros(()), torch.ones(())
-
 
 @dataclass(slots=True)
 class Unscaled:
@@ -371,14 +369,14 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def _divided(self) -> Unscaled:
         """Divide the gradients by the scale in place; does nothing if the scale checks no gradients."""
-        scaler, groups = self.loss_scaler, self.optimizer.param_groups
+        scaler, groups, cpu = self.loss_scaler, self.optimizer.param_groups, torch.device("cpu")
         if not scaler.rule.is_checked:
-            return Unscaled(_ZERO, _ONE)
+            return Unscaled(torch.zeros((), device=cpu), torch.ones((), device=cpu))
         self.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
         grads = gradients.present(groups)
         if grads:
             scaler.rounds.check(self)
-        scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+        scale = scaler.state(grads[0].device if grads else cpu).scale.clone()
         found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
         gradients.unscale_(grads, scale.reciprocal(), found_inf)
         agree(found_inf, self.process_group, groups)

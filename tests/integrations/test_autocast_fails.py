@@ -219,6 +219,57 @@ def test_a_custom_function_is_tried_in_evaluation_too() -> None:
     model(x).sum().backward()
 
 
+class Optional(CastProduct):
+    """A product that writes into its input, and has outputs that have no gradient: None, indices, a word."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x.mul_(2), weight)
+        return x @ weight.to(x.dtype), x, None, "a word"
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        product, written, *rest = gradients
+        assert rest == [None, None]
+        back = (product if product is not None else torch.zeros_like(x)).to(weight.dtype)
+        through = back @ weight.mT + (written if written is not None else 0)
+        return 2 * through, x.mT.to(weight.dtype) @ back
+
+
+class Takes(Multiplied):
+    def forward(self, x: Tensor) -> Any:
+        found = self.layer(x)
+        for _ in range(1):
+            if x.sum().item() < 1e9:
+                found, *_ = self.function.apply(found, self.weight)
+        return found
+
+
+class Picky(Product):
+    """Its backward fails for 16 bits by an error that torch does not raise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return Product.forward(ctx, x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return {torch.float32: Product.backward}[gradients[0].dtype](ctx, *gradients)
+
+
+def test_a_trial_gives_a_function_the_gradients_that_autograd_gives() -> None:
+    told = steps(Takes(Optional), torch.randn(30, 16))
+    assert len(told) == 1, told
+
+
+def test_any_error_of_a_trial_leads_to_float32() -> None:
+    told = steps(Multiplied(Picky), torch.randn(30, 16))
+    assert told[-1].startswith("(the model) fails under torch.autocast (torch.bfloat16)")
+
+
 def test_what_a_custom_function_writes_and_draws_is_as_without_the_trial() -> None:
     class Noisy(CastProduct):
         @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -107,3 +108,50 @@ def test_a_compiler_gets_the_policy_of_selective_checkpointing() -> None:
     autocastfx.enable(KeepsProducts(), dtype=LOW, inner=compiler)(torch.randn(7, 16)).sum().backward()
     assert torch.ops.aten.exp.default in backward
     assert PRODUCT not in backward
+
+
+class Skipped(nn.Module):
+    """A block that Dynamo skips, so that it runs in float32 first, and under torch.autocast then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1):
+            if x.sum().item() < 1e9:
+                x = Sine.apply(self.layer(x))
+        return x
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_blocks_that_a_loop_checkpoints_are_recomputed_as_they_ran(is_skipped: bool, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Skipped() if is_skipped else nn.Linear(16, 16) for _ in range(2))), torch.randn(7, 16)
+    autocastfx.enable(model, dtype=LOW)
+    for _ in range(3):
+        y, plain = x.clone().requires_grad_(True), x
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if is_skipped else "error", UncapturedGraphWarning)
+            for block in model:
+                y = checkpoint(block, y, use_reentrant=use_reentrant)
+        model.zero_grad()
+        y.square().sum().backward()
+        for block in model:
+            plain = block(plain)
+        model_grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        plain.square().sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(model_grads, model.parameters(), strict=True))

@@ -34,6 +34,27 @@ def test_an_enabled_model_is_not_converted() -> None:
     assert autocastfx.convert(autocastfx.disable(model), (x,), dtype=LOW)(x).shape == before.shape
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+def test_torchscript_is_refused_wherever_it_is() -> None:
+    x = torch.randn(4, 8)
+    scripted, traced = torch.jit.script(nn.Linear(8, 8)), torch.jit.trace(nn.Linear(8, 8), (x,))
+    for script in (scripted, traced):
+        for convert in (autocastfx.convert, autocastfx.enable):
+            with pytest.raises(UnsupportedError, match=r"this model is a \w+ of torch\.jit, which has no Python code"):
+                convert(script, dtype=LOW)
+            with pytest.raises(
+                UnsupportedError, match=r"the module '1' is a \w+ of torch\.jit, .* that it was made from"
+            ):
+                convert(nn.Sequential(nn.Linear(8, 8), script), dtype=LOW)
+
+
+def test_parameters_of_fsdp1_are_refused_with_the_way_to_take() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight._fsdp_flattened = True  # as FullyShardedDataParallel marks them
+    with pytest.raises(UnsupportedError, match=r"'0\.weight' .* is held by FullySha.* Convert the model first"):
+        autocastfx.convert(model, (torch.randn(4, 8),), dtype=LOW)
+
+
 def test_a_float64_model_is_warned_of() -> None:
     model, x = nn.Linear(8, 8).double(), torch.randn(4, 8, dtype=torch.float64)
     with pytest.warns(StateWarning, match="the parameters of this Linear are float64") as told:

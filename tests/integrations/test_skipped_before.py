@@ -163,6 +163,19 @@ def test_a_model_under_a_dispatch_mode_runs_under_autocast_there_and_that_is_tol
         model(X)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*to a Python boolean:torch.jit.TracerWarning")
+def test_a_trace_of_a_model_or_a_part_runs_under_autocast_and_that_is_told() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    x, exact = torch.randn(4, 16), copy.deepcopy(model)
+    autocastfx.enable(model, dtype=LOW)
+    for part, right in ((model, exact), (model[0], exact[0])):
+        with pytest.warns(UncapturedGraphWarning, match=r"is off, by torch\.jit\.trace .* runs under torch\.autocast"):
+            traced: Any = torch.jit.trace(part, x)
+        error = relative_error(traced(x).detach(), right(x).detach())
+        assert 0 < error < 4 * torch.finfo(LOW).eps
+
+
 def test_a_stance_without_compilation_is_told() -> None:
     model = enabled(nn.Identity)
     model(X)
