@@ -39,7 +39,7 @@ from autocastfx.training.wrapping_optimizer import (
 
 # What is found when gradients are divided by the loss scale, kept until the step.
 
-_ZERO, _ONE = torch.zeros(()), torch.ones(())
+_ZERO, _ONE = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
 
 
 @dataclass(slots=True)
