@@ -506,17 +506,19 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
     """
     started = time.perf_counter()
     calls, dropped, differing = list[str](), list[str](), list[Difference]()
-    bare = dict[Sequence[bool], AmpModule | None]()
+    bare, took = dict[Sequence[bool], AmpModule | None](), 0.0
     for trial in trials_of(arguments, list(dict.fromkeys(variant.modes for variant in amp_model.variants))):
         left = math.inf if spent is None else spent / 4 - (time.perf_counter() - started)
-        if calls and left < 0 and trial.modes in bare:  # each mode is compared once
+        if calls and left <= took and trial.modes in bare:  # each mode is compared once
             dropped.append(f"{trial.name}: it would take too long")
             continue
         if trial.modes not in bare:
             bare[trial.modes] = without_casts(amp_model, trial.modes)
         if (other := bare[trial.modes]) is None:
             return "what was captured is not at hand"
+        began = time.perf_counter()
         compared = compare_calls(module, other, [trial], few_rows=spent is not None)
+        took = time.perf_counter() - began
         calls += compared.calls
         dropped += compared.dropped
         differing += compared.differences
