@@ -144,8 +144,9 @@ def convert(
         check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.
-            ``True``: always. ``None``: where the parameters are at most 1 GiB, in a quarter of the time that the
-            conversion took; the logger ``autocastfx`` tells which calls were compared. ``False``: never.
+            ``True``: always. ``None``: where the parameters are at most 1 GiB, with few rows of the batch, once in each
+            mode, and again in a quarter of the time that the conversion took; the logger ``autocastfx`` tells which
+            calls were compared. ``False``: never.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
@@ -459,7 +460,7 @@ def without_casts(amp_model: AmpModule, modes: Sequence[bool] | None = None) -> 
     It runs where the captured model is; with ``modes`` in these alone. None where what was captured is not at hand.
     """
     own = cast("Converter", amp_model._original.converter)
-    converter = Converter(load_op_list("float32"), own.facts, own.low, True, fold="none")
+    converter = Converter(load_op_list("float32"), own.facts, own.low, True, as_captured=True)
     return convert_captured(amp_model, converter, keeps_device=False, modes=modes)
 
 
@@ -500,24 +501,27 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         amp_model: the converted model.
         module: the original.
         arguments: the example inputs.
-        spent: the seconds that the conversion took, of which the check takes about a quarter; None: it takes its time.
+        spent: the seconds that the conversion took. The check takes about a quarter of them, and few rows of the batch;
+            None: it takes its time, and all rows.
 
     Raises:
         CaptureError: the graphs do something else.
     """
     started = time.perf_counter()
     calls, dropped, differing = list[str](), list[str](), list[Difference]()
-    trials = trials_of(arguments, [variant.modes for variant in amp_model.variants])
-    for modes in dict.fromkeys(trial.modes for trial in trials):
-        here = [trial for trial in trials if trial.modes == modes]
+    bare, took = dict[Sequence[bool], AmpModule | None](), 0.0
+    for trial in trials_of(arguments, list(dict.fromkeys(variant.modes for variant in amp_model.variants))):
         left = math.inf if spent is None else spent / 4 - (time.perf_counter() - started)
-        if calls and left < 0:
-            dropped += [f"{trial.name}: it would take too long" for trial in here]
+        if calls and left <= took and trial.modes in bare:  # each mode is compared once
+            dropped.append(f"{trial.name}: it would take too long")
             continue
-        bare = without_casts(amp_model, modes)
-        if bare is None:
+        if trial.modes not in bare:
+            bare[trial.modes] = without_casts(amp_model, trial.modes)
+        if (other := bare[trial.modes]) is None:
             return "what was captured is not at hand"
-        compared = compare_calls(module, bare, here, seconds=left)
+        began = time.perf_counter()
+        compared = compare_calls(module, other, [trial], few_rows=spent is not None)
+        took = time.perf_counter() - began
         calls += compared.calls
         dropped += compared.dropped
         differing += compared.differences

@@ -1,7 +1,9 @@
-"""Keep what capture and conversion execute apart from the caller: its thread state in torch, and its module."""
+"""Keep what is executed in conversions and tools apart from the caller: torch's state of its thread, and its model."""
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import inspect
 import linecache
@@ -10,15 +12,21 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._ops import OpOverload
 from torch.fx import _symbolic_trace, graph_module
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from autocastfx.graph.node import schema
 
 # Keep what capture and conversion execute apart from the caller's thread state in torch.
 
@@ -29,12 +37,12 @@ _functorch: Any = _C._functorch
 
 @contextmanager
 def own_thread_state() -> Generator[None, None, None]:
-    """Trace and run graphs without the caller's hooks on saved tensors; afterwards torch's thread state is as before.
+    """Trace and run graphs unseen by the caller's hooks and modes; afterwards torch's thread state is as before.
 
-    Activation checkpointing has such hooks, and counts what is saved; others copy each tensor, which a traced one does
-    not allow. A graph may hold the halves of what Python pairs: it opens a level of ``torch.func``, forbids such hooks,
-    or switches gradients, and closes or switches back in a later node, which an error, or a run of some nodes alone,
-    never reaches.
+    Activation checkpointing has hooks on saved tensors, and counts what is saved; others copy each tensor, which a
+    traced one does not allow. ``FlopCounterMode`` counts ops, and has hooks on all modules. A graph may hold the halves
+    of what Python pairs: it opens a level of ``torch.func``, forbids such hooks, or switches gradients, and closes or
+    switches back in a later node, which an error, or a run of some nodes alone, never reaches.
     """
     hooks, forbidden = _take_hooks(), _autograd._saved_tensors_hooks_get_disabled_error_message()
     _autograd._saved_tensors_hooks_enable()
@@ -42,8 +50,11 @@ def own_thread_state() -> Generator[None, None, None]:
     restored = [(switch, read()) for read, switch in _SWITCHES]
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    is_abstract = any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     try:
-        with _C._ForceDispatchKeyGuard(*keys):  # an error inside a transform leaves keys of its level
+        modes = nullcontext() if is_abstract else _disable_current_modes()
+        before, after = map(_without_torchs, (_global_forward_pre_hooks, _global_forward_hooks))
+        with _C._ForceDispatchKeyGuard(*keys), modes, before, after:  # an error inside a transform leaves its keys
             yield
     finally:
         while _functorch.get_dynamic_layer_stack_depth() > depth:  # torch 2.11's own loop fails below the first level
@@ -65,6 +76,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
     (_C.is_autocast_cache_enabled, _C.set_autocast_cache_enabled),
     (_functorch.get_inplace_requires_grad_allowed, _functorch.set_inplace_requires_grad_allowed),
+    (torch.get_default_dtype, torch.set_default_dtype),
 )
 
 
@@ -83,6 +95,11 @@ def _take_hooks() -> list[tuple[Any, Any]]:
         hooks.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
     return hooks
+
+
+def _without_torchs(hooks: Any) -> AbstractContextManager[Any]:
+    others = {key: hook for key, hook in hooks.items() if not str(hook.__module__).startswith("torch.")}
+    return mock.patch.dict(hooks, others, clear=True)
 
 
 # Patch functions during a capture, for the capturing thread alone.
@@ -200,7 +217,8 @@ def _forget(filename: str) -> None:
 
 # Restore the caller's module after a capture.
 
-_NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_NO_STATE = (type, types.ModuleType)
+_CALLS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @contextmanager
@@ -242,36 +260,50 @@ def tensor_places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]
             yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
 
 
-def random_numbers_kept() -> AbstractContextManager[None]:
-    """While open, torch's random numbers are free to be drawn; afterwards their states are as before.
-
-    Those of CUDA devices only once something has used one: a process that has cannot fork, as data loaders do.
-    """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices=devices)
+@contextmanager
+def random_numbers_kept() -> Generator[None]:
+    """While open, torch's random numbers are free to be drawn; afterwards their states are as before."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the state of torch's random numbers on all devices in use."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    """Return the state of torch's random numbers on all devices in use.
+
+    Those of an accelerator only once something has used it: a process that has cannot fork, as data loaders do.
+    """
+    accelerator: Any = _accelerator()
+    count = accelerator.device_count() if accelerator else 0
+    return torch.get_rng_state(), [accelerator.get_rng_state(number) for number in range(count)]
 
 
 def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     """Restore a state that :func:`random_state` returned."""
     torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
+    for number, own in enumerate(state[1]):
+        _accelerator().set_rng_state(own, number)
+
+
+def _accelerator() -> Any:
+    """The module of torch for the accelerator in use, if any."""
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator() or "cuda")
+    return module if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
 
 
 def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the objects that a forward can change in place, each with a copy of its content.
 
     These are containers at any depth, the attributes of modules and of the objects that modules hold, and tensors that
-    are neither parameters nor buffers. Objects inside those objects are left out: a trainer, say, refers to everything.
+    are neither parameters nor buffers; generators of random numbers; and what hooks refer to.
+    Objects inside those objects are left out: a trainer, say, refers to everything.
     """
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, tuple[Any, Any]] = {}
-    queue: deque[tuple[Any, bool]] = deque([(model, True)])
+    tables = [one for module in model.modules() for name, one in vars(module).items() if name.endswith("_hooks")]
+    queue: deque[tuple[Any, bool]] = deque([(model, True), *((hook, True) for one in tables for hook in one.values())])
     while queue:
         item, of_module = queue.popleft()
         if id(item) in saved or id(item) in registered or isinstance(item, _NO_STATE):
@@ -284,12 +316,40 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
             kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(item, kind))
             saved[id(item)] = (item, kind.copy(item))  # a subclass's own copy may do more
             members = item.values() if isinstance(item, dict) else item
+        elif isinstance(item, torch.Generator):
+            saved[id(item)] = (item, item.get_state())
+        elif isinstance(item, types.CellType):
+            members = (item.cell_contents,)
+            saved[id(item)] = (item, members)
         elif isinstance(item, tuple):
             members = item
+        elif isinstance(item, _CALLS):
+            if isinstance(item, types.FunctionType):
+                saved[id(item)] = (item, _assigned_globals(item))
+            members = [one for one in _referred_to(item) if not isinstance(one, nn.Module)]
         elif of_module and isinstance(getattr(item, "__dict__", None), dict):
             members, of_module = (item.__dict__,), isinstance(item, nn.Module)
-        queue.extend((member, of_module) for member in members)
+        of_hook = isinstance(item, (*_CALLS, types.CellType))
+        queue.extend((member, of_module) for member in members if of_hook or not isinstance(member, _CALLS))
     return list(saved.values())
+
+
+def _referred_to(call: Any) -> list[Any]:
+    """Return where a hook that is a function may keep what it counts."""
+    if isinstance(call, types.MethodType):
+        return [call.__self__, call.__func__]
+    if isinstance(call, functools.partial):
+        return [call.func, call.args, call.keywords]
+    if str(call.__module__).startswith("torch."):
+        return []
+    cells = [cell for cell in call.__closure__ or () if cell != types.CellType()]  # an empty one is no content
+    named = [call.__globals__.get(name) for name in call.__code__.co_names]
+    return [*cells, *(one for one in named if not isinstance(one, _CALLS))]
+
+
+def _assigned_globals(function: types.FunctionType) -> dict[str, Any]:
+    names = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_GLOBAL"}
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
 def _restore(owner: Any, content: Any) -> None:
@@ -297,6 +357,12 @@ def _restore(owner: Any, content: Any) -> None:
         version, values = content
         if owner._version != version:
             owner.detach().copy_(values)
+    elif isinstance(owner, torch.Generator):
+        owner.set_state(content)
+    elif isinstance(owner, types.CellType):
+        (owner.cell_contents,) = content
+    elif isinstance(owner, types.FunctionType):
+        owner.__globals__.update(content)
     elif isinstance(owner, set):
         if owner != content:
             owner.clear()
@@ -310,3 +376,108 @@ def same_content(owner: Any, content: Any) -> bool:
     """True if two containers of one kind hold the same objects in the same order."""
     flat, was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (owner, content))
     return len(flat) == len(was) and all(a is b for a, b in zip(flat, was, strict=True))
+
+
+# Run models on tensors of their own.
+
+
+@contextmanager
+def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
+    """While open, models that share tensors run, and learn, on tensors of their own; afterwards all is as before.
+
+    Their parameters are others in the same memory, without gradients and hooks, so that no optimizer steps in one. If
+    forward writes there, the memory is copied first, and restored. Their buffers are copies. What else a forward
+    changes is restored as by :func:`intact`, but for graphs, which set no attributes. Random numbers, modes, what
+    requires a gradient, and the thread's state in torch may change, too.
+
+    Gives a function that returns the ids of the parameters, as they are now, whose numbers have changed.
+    """
+    places = [(table, name, table[name]) for model in models for _, table, name in tensor_places(model)]
+    attributes = [vars(module) for model in models for module in model.modules()]
+    modes = [(one, one["training"]) for one in attributes]
+    drawn = [one for values in attributes for one in values.values() if isinstance(one, torch.Generator)]
+    generators = [(one, one.get_state()) for one in drawn]
+    originals = {id(tensor): tensor for _, _, tensor in places if tensor is not None}
+    own = {key: _own(tensor) for key, tensor in originals.items()}
+    parameters = {key: tensor for key, tensor in originals.items() if isinstance(tensor, nn.Parameter)}
+    writes = _Writes(parameters)
+
+    def changed() -> set[int]:
+        return {id(own[k]) for k, one in parameters.items() if not equal(own[k].data, writes.before.get(k, one).data)}
+
+    with ExitStack() as kept:
+        for model in models:
+            if not isinstance(model, fx.GraphModule):
+                kept.enter_context(intact(model, [module.training for module in model.modules()], {}))
+        for context in (own_thread_state(), random_numbers_kept(), torch.inference_mode(False)):
+            kept.enter_context(context)
+        try:
+            for table, name, tensor in places:
+                table[name] = own.get(id(tensor))
+            with writes:
+                yield changed
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+            for values, mode in modes:
+                values["training"] = mode
+            for generator, state in generators:
+                generator.set_state(state)
+            for key, before in writes.before.items():
+                parameters[key].data.copy_(before)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    if not issubclass(type(tensor), nn.Parameter):  # a tensor of a class of its own, which says that it is one
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    # ``data`` has a version of its own: pending backward passes do not see what is written there and restored.
+    made = cast("Any", torch.Tensor)._make_subclass(type(tensor), tensor.data, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+class _Writes(TorchDispatchMode):
+    """Copies a parameter before an op first writes into its memory.
+
+    Attributes:
+        before: the copies, by the parameter's id.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.before: dict[int, torch.Tensor] = {}
+        self._parameters: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)  # by their memory
+        for key, parameter in parameters.items():
+            self._parameters[storage_of(parameter)].append((key, parameter))
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """``torch.compile`` compiles all the same."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op."""
+        written: Any = (args, kwargs)  # of an operator that runs code it is not known
+        if isinstance(func, OpOverload):
+            names = schema(func)
+            given = {**dict(zip(names.names, args, strict=False)), **(kwargs or {})} if names.written else {}
+            written = [given[name] for name in names.written if name in given]
+        for leaf in (one for one in pytree.tree_leaves(written) if isinstance(one, torch.Tensor)):
+            self.before |= {key: one.detach().clone() for key, one in self._parameters.pop(storage_of(leaf), ())}
+        return func(*args, **(kwargs or {}))
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if shapes, dtypes and numbers are the same, NaN in the same places."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.equal(b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)

@@ -36,7 +36,8 @@ class MeasuredGraph:
         """Prepare a captured graph, with copies of the constants that it writes into."""
         written = written_outside(captured.graph, captured.attributes)
         tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
-        return cls(captured, written, {**captured.attributes, **apart(tensors, written)})
+        own = {n: a.clone_state() for n, a in captured.attributes.items() if isinstance(a, torch.Generator)}
+        return cls(captured, written, {**captured.attributes, **own, **apart(tensors, written)})
 
     def run(self, call: Call, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Key, Magnitude, int]]:
         """Run ``call``, and return each float32 value's key, magnitude and number of non-finite elements.

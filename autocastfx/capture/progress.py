@@ -16,6 +16,10 @@ _LOG = logging.getLogger("autocastfx")
 _ERASE = "\r\x1b[K"
 
 
+def _is_terminal(stream: object) -> bool:  # it may be missing, or only take text
+    return bool(getattr(stream, "isatty", bool)())
+
+
 # The seconds of each part of the work that this thread does, by the part's name, while someone asks for them.
 _SECONDS: ContextVar[dict[str, float] | None] = ContextVar("autocastfx_seconds", default=None)
 
@@ -31,7 +35,7 @@ def stage(what: str, part: str = "", *, is_logged: bool = True) -> Generator[Non
         part: of which part of :func:`parts` it is; empty: of none.
         is_logged: False: it is shown alone.
     """
-    on_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    on_terminal = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
     started = time.perf_counter()
     if on_terminal:
         print(f"{_ERASE}autocastfx: {what} …\r", end="", file=sys.stderr, flush=True)
@@ -79,7 +83,7 @@ def counted(progress: Progress, what: str) -> Generator[Callable[[int], object]]
     """
     if callable(progress):
         yield progress
-    elif progress or (progress is None and sys.stderr.isatty()):
+    elif progress or (progress is None and _is_terminal(sys.stderr)):
         try:
             yield lambda done: print(f"\rautocastfx: {what}, batch {done}", end="", file=sys.stderr, flush=True)
         finally:

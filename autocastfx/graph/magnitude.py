@@ -86,7 +86,7 @@ def _of(tensor: torch.Tensor) -> Measured:
     low, high = tensor.aminmax()
     if tensor.device.type == "cpu" and math.isfinite(float(low)) and math.isfinite(float(high)):
         # nearly always: then all elements are finite
-        return Measured(torch.maximum(-low, high), _rms(tensor), torch.zeros((), dtype=torch.int64))
+        return Measured(torch.maximum(-low, high), _rms(tensor), low.new_zeros((), dtype=torch.int64))
     is_finite = tensor.isfinite()
     finite = tensor.where(is_finite, 0.0)
     low, high = finite.aminmax()
@@ -167,7 +167,7 @@ def count_values(value: torch.Tensor, source: torch.Tensor | None = None) -> Dev
     not_small = torch.count_nonzero(bits >= normal)
     top = bits.amax()
     if bits.device.type == "cpu" and int(top) < infinite:  # nothing waits to be asked there, and most values are finite
-        finite = torch.tensor(value.numel())
+        finite = torch.tensor(value.numel(), device="cpu")
     else:
         are_finite = bits < infinite
         finite, top = torch.count_nonzero(are_finite), torch.where(are_finite, bits, 0).amax()
@@ -179,14 +179,14 @@ def count_values(value: torch.Tensor, source: torch.Tensor | None = None) -> Dev
 def _edges(dtype: torch.dtype) -> tuple[int, int]:
     """The bits of Inf and of the smallest normal number."""
     info = torch.finfo(dtype)
-    infinite, normal = torch.tensor([torch.inf, info.tiny], dtype=dtype).view(_INTEGERS[dtype]).tolist()
+    infinite, normal = torch.tensor([torch.inf, info.tiny], dtype=dtype, device="cpu").view(_INTEGERS[dtype]).tolist()
     return infinite, normal
 
 
 def read_counts(counts: Sequence[DeviceCounts]) -> list[ValueCounts]:
     """Read the counts, with one transfer from each device."""
     rows = _read([one.numbers for one in counts])
-    largest = torch.tensor([row[3] for row in rows], dtype=torch.int32).view(torch.float32).tolist()
+    largest = torch.tensor([row[3] for row in rows], dtype=torch.int32, device="cpu").view(torch.float32).tolist()
     return [
         ValueCounts(one.elements, one.elements - finite, max(nonzero - normal, 0), top)
         for one, (finite, normal, nonzero, _), top in zip(counts, rows, largest, strict=True)

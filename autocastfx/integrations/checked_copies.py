@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
-from autocastfx.capture.leave_intact import intact, random_state, set_random_state
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
@@ -59,7 +58,7 @@ def converted_copies(model: nn.Module, *backends: Backend) -> Generator[list[nn.
         from torch._dynamo.convert_frame import input_codes
 
         try:
-            yield [_kept_as_called(backend.compile(plain_copy(model))) for backend in backends]
+            yield [backend.compile(plain_copy(model)) for backend in backends]
         finally:
             for reference in list(input_codes.seen):
                 code = reference()
@@ -88,22 +87,3 @@ def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
             f"what torch.compile captures of {type(model).__name__} does not do what the model does: {first}{more}. "
             "The model is not enabled; without check= it would be."
         )
-
-
-def _kept_as_called(model: nn.Module) -> nn.Module:
-    """Let calls of an enabled model leave its attributes as they were, but for what is decided on how its code runs."""
-    call = model.__dict__["_compiled_call_impl"]
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        modules = list(model.modules())
-        with intact(model, [module.training for module in modules], {}):
-            result = call(*args, **kwargs)
-            drawn = random_state()
-            decided = [module.__dict__.get("_compiled_call_impl") for module in modules]
-        for module, impl in zip(modules, decided, strict=True):
-            module._compiled_call_impl = impl
-        set_random_state(drawn)
-        return result
-
-    model._compiled_call_impl = called
-    return model

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import inputs_of
+from autocastfx.capture.leave_intact import isolated
 from autocastfx.conversion import convert, convert_again
 from autocastfx.errors import ArgumentError, ArgumentTypeError, BisectError, EvaluationsError, UnmatchedRuleWarning
 from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.graph.node import attributes_of
 from autocastfx.graph.walk import walk
-from autocastfx.numerics.compare import repeatable
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
 from autocastfx.plan.proposed_list import rules_over
@@ -208,7 +208,8 @@ class OutputDistance:
         return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst
 
     def _run(self, model: nn.Module) -> list[torch.Tensor]:
-        with torch.no_grad(), repeatable(model, self._seed):
+        with isolated(model), torch.no_grad():
+            torch.manual_seed(self._seed)
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(self._args), dict(self._kwargs)))
             output = model(*args, **kwargs)
         leaves = pytree.tree_leaves(output)

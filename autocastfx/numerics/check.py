@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ from autocastfx.runtime.module_tree import foreseen
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
 _FLOAT8_TIMES = 2.0  # the errors that are predicted for a plan with float8, or that its number of digits make likely
 _SCALE = 2.0**10  # of a float16 loss, lest small gradients vanish on any side
-_ALL = "all gradients"
+_ALL, _EACH = "all gradients", "gradient of"
+_MATTERS = 0.1  # of the error that all gradients may have: what one of them may have whatever it is beside others
 _FAR = 0.3  # a relative distance of a gradient that leads nowhere
 _MOST = 5  # differences and values that the text names
 
@@ -48,11 +50,15 @@ class CheckedValue:
         name: of the output, or of the parameter or argument whose gradient it is.
         error: the relative L2 distance of the converted model's; infinite where it is not finite.
         autocast: torch.autocast's; None where torch.autocast fails.
+        share: of a gradient's norm in that of all of them.
+        elements: how many numbers it has.
     """
 
     name: str
     error: float
     autocast: float | None
+    share: float = 1.0
+    elements: int = 1
 
     @property
     def ratio(self) -> float:
@@ -101,23 +107,26 @@ class Check:
 
     @property
     def inexact(self) -> tuple[CheckedValue, ...]:
-        """The outputs, and all gradients as one, farther from float32 than 1.2 times torch.autocast's, plus epsilon.
+        """What is farther from float32 than 1.2 times torch.autocast's distance, plus epsilon: gradients first.
 
-        With products in float8, than the times of ``float8``. What is not finite, where float32 is, always belongs to
-        them.
+        With products in float8, than the times of ``float8``. Of a gradient the error must also be a tenth of what all
+        gradients may have, and few numbers may differ by chance: of n, by another 2/√n of it. What is not finite, where
+        float32 is, always belongs to them.
         """
-        eps = torch.finfo(getattr(torch, self.dtype)).eps
-        judged = (one for one in self.values if not one.name.startswith("gradient of"))
-        times = (_TIMES, _TIMES) if self.float8 is None else (self.float8.outputs, self.float8.gradients)
-        allowed = (
-            (one, times[one.name == _ALL] * (2 * eps if one.autocast is None else one.autocast) + eps) for one in judged
-        )
-        return tuple(one for one, most in allowed if not (math.isfinite(one.error) and one.error <= most))
+        matters = _MATTERS * next((self._allowed(one) for one in self.values if one.name == _ALL), 0.0)
+        far = [one for one in self.values if not one.error <= self._allowed(one)]
+        return tuple(sorted((o for o in far if _is_whole(o) or not o.share * o.error <= matters), key=_is_whole))
+
+    def _allowed(self, one: CheckedValue) -> float:
+        eps, of_gradients = torch.finfo(getattr(torch, self.dtype)).eps, one.name.startswith((_ALL, _EACH))
+        times = _TIMES if self.float8 is None else self.float8.gradients if of_gradients else self.float8.outputs
+        chance = 1.0 if _is_whole(one) else 1 + 2 / math.sqrt(one.elements or 1)
+        return min(times * chance * (2 * eps if one.autocast is None else one.autocast) + eps, sys.float_info.max)
 
     @property
     def far(self) -> tuple[CheckedValue, ...]:
         """The outputs, and all gradients as one, that are no use as such, though torch.autocast's may be no better."""
-        return tuple(one for one in self.values if not one.name.startswith("gradient of") and not one.error < _FAR)
+        return tuple(one for one in self.values if _is_whole(one) and not one.error < _FAR)
 
     @property
     def ok(self) -> bool:
@@ -129,7 +138,8 @@ class Check:
 
     def _lines(self) -> Iterator[str]:
         word = "right" if self.ok else "WRONG" if self.differences else "INEXACT" if self.inexact else "NOT COMPARED"
-        yield f"check of {self.model} in {self.dtype}: {word}"
+        named = f": {', '.join(one.name for one in self.inexact[:3])}" if word == "INEXACT" else ""
+        yield f"check of {self.model} in {self.dtype}: {word}{named}"
         yield f"  as captured, without a cast: {len(self.calls)} calls, {len(self.differences)} differences"
         yield from _few(self.differences)
         if self.dropped:
@@ -147,11 +157,10 @@ class Check:
             yield f"  far from float32: {', '.join(one.name for one in self.far)}: see sensitivity() for the nodes"
 
     def _shown(self) -> list[CheckedValue]:
-        """Return outputs and all gradients, and the gradients that are worst beside torch.autocast's."""
-        whole = [one for one in self.values if not one.name.startswith("gradient of")]
-        each = [one for one in self.values if one.name.startswith("gradient of")]
-        each.sort(key=lambda one: -(one.ratio if one.ratio == one.ratio else one.error))
-        return [*whole, *each[:3]]
+        """Return outputs and all gradients, and the gradients that are inexact, or worst beside torch.autocast's."""
+        each = [one for one in self.values if not _is_whole(one)]
+        each.sort(key=lambda one: (one not in self.inexact, -(one.ratio if one.ratio == one.ratio else one.error)))
+        return [*filter(_is_whole, self.values), *each[:3]]
 
     def to_json(self) -> str:
         """Write the check as JSON text; Infinity and NaN as the strings "inf" and "nan"."""
@@ -159,6 +168,10 @@ class Check:
         if self.float8 is None:  # as before float8
             del data["float8"]
         return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _is_whole(value: CheckedValue) -> bool:
+    return not value.name.startswith(_EACH)
 
 
 def _few(entries: Sequence[object]) -> Iterator[str]:
@@ -188,7 +201,8 @@ def check(
     First what was captured, without any cast, beside the model: outputs, gradients of parameters and arguments,
     buffers, arguments that are written into, the structure of the output, random numbers, and the modes after
     ``train()`` and ``eval()``. All are the same, or it is a difference: to the bit, or within what another order of
-    sums makes. Then the converted model beside torch.autocast, by their distances from float32.
+    sums makes. Then the converted model beside torch.autocast, by their distances from float32, in training and in
+    evaluation.
 
     Changed batches have other values of the same sizes; one tensor for two arguments that are alike; arguments that
     require gradients; one row less; and a second call after a first one. What the model itself refuses, what makes it
@@ -211,8 +225,9 @@ def check(
         CaptureError: the model cannot be captured.
         CalibrationError: there are no batches.
         SensitivityError: the loss of a batch is no single number.
-        UnsupportedError: a converted model was given with options of a conversion, or without its original; or an
-            enabled one cannot be copied.
+        TypeError: an option is none of :func:`convert`'s.
+        UnsupportedError: a converted model was given with options of a conversion, or without its original; an option
+            leaves no original to compare with, or nothing to choose; or an enabled one cannot be copied.
     """
     rest = batches_of(batches)
     first = next(rest, None)
@@ -254,6 +269,10 @@ def _refuse_options(op_list: OpListLike, options: Mapping[str, Any]) -> None:
 
 
 def _converted(model: nn.Module, given: Any, op_list: OpListLike, options: Mapping[str, Any]) -> AmpModule:
+    if "check" in options:
+        raise UnsupportedError("check compares anyway: leave check= out, which is an option of convert.")
+    if options.get("weights") == "low":
+        raise UnsupportedError("weights='low' keeps no original to compare with: check weights='cached'.")
     if not isinstance(model, AmpModule):
         args, kwargs = given
         return convert(model, args, kwargs or None, op_list=op_list, check=False, **options)
@@ -274,7 +293,7 @@ class _Checking:
     modes: Sequence[tuple[bool, ...]]
     plans: Callable[[], Sequence[Plan]]
     compared: list[behaviour.Compared] = field(default_factory=list[behaviour.Compared])
-    errors: dict[str, list[tuple[float, float | None]]] = field(default_factory=dict[str, Any])
+    errors: dict[str, list[_Errors]] = field(default_factory=dict[str, Any])
     raised: list[behaviour.Difference] = field(default_factory=list[behaviour.Difference])
     unmeasured: list[str] = field(default_factory=list[str])
 
@@ -286,8 +305,9 @@ class _Checking:
             return loss_of(output, batch, loss_fn) * (_SCALE if self.low is torch.float16 else 1.0)
 
         self.compared.append(behaviour.compare_calls(self.model, self.bare, trials))
-        for place, trial in enumerate(trials[:2]):
-            self._measure(replace(trial, loss=loss if loss_fn is not None else None), is_given=place == 1)
+        for trial in trials[: 2 * len(self.modes)]:
+            measured = replace(trial, loss=loss if loss_fn is not None and trial.learns else None)
+            self._measure(measured, is_given=trial.arguments is arguments)
 
     def _measure(self, trial: behaviour.Trial, *, is_given: bool) -> None:
         """Note how far the converted model and torch.autocast are from float32.
@@ -316,8 +336,8 @@ class _Checking:
             theirs = behaviour.behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
         except behaviour.CallError:  # torch.autocast's own, which is told as a failure
             theirs = None
-        for name, error, autocast in _errors(exact, ours, theirs):
-            self.errors.setdefault(name, []).append((error, autocast))
+        for name, errors in _errors(exact, ours, theirs):
+            self.errors.setdefault(name if trial.learns else f"{name}, in evaluation", []).append(errors)
 
     def found(self) -> Check:
         """Return the result."""
@@ -411,16 +431,22 @@ def _learning(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_() if is_float else leaf
 
 
+_Errors = tuple[float, float | None, float, int]  # ours, torch.autocast's, the share of a gradient, and elements
+
+
 def _errors(
     exact: behaviour.Behaviour, ours: behaviour.Behaviour, theirs: behaviour.Behaviour | None
-) -> Iterator[tuple[str, float, float | None]]:
-    """Yield for each floating output and gradient, and for all gradients as one, both errors."""
+) -> Iterator[tuple[str, _Errors]]:
+    """Yield them for each floating output and gradient, and for all gradients as one."""
     floating = {name: t for name, t in exact.tensors.items() if t is not None and t.is_floating_point()}
-    gradients = {name: t for name, t in floating.items() if name.startswith("gradient of")}
+    gradients = {name: t for name, t in floating.items() if name.startswith(_EACH)}
+    norm = math.hypot(*(float(t.double().norm()) for t in gradients.values())) or 1.0
     outputs = [name for name in floating if name.startswith("output")]
     for name in (*outputs, *([_ALL] if gradients else []), *gradients):
         apart = partial(_whole, gradients) if name == _ALL else partial(_apart, floating[name], name)
-        yield name, apart(ours), None if theirs is None else apart(theirs)
+        one = gradients.get(name, torch.ones(1, device="cpu") * norm)
+        share, elements = float(one.double().norm()) / norm, one.numel()
+        yield name, (apart(ours), None if theirs is None else apart(theirs), share, elements)
 
 
 def _apart(reference: torch.Tensor, name: str, other: behaviour.Behaviour) -> float:
@@ -436,7 +462,6 @@ def _whole(references: Mapping[str, torch.Tensor], other: behaviour.Behaviour) -
     return far / (norm or 1.0)
 
 
-def _value(name: str, pairs: Sequence[tuple[float, float | None]]) -> CheckedValue:
-    theirs = [autocast for _, autocast in pairs]
-    known = [autocast for autocast in theirs if autocast is not None]
-    return CheckedValue(name, rms(error for error, _ in pairs), rms(known) if len(known) == len(pairs) else None)
+def _value(name: str, calls: Sequence[_Errors]) -> CheckedValue:
+    ours, theirs, shares, elements = zip(*calls, strict=True)
+    return CheckedValue(name, rms(ours), None if None in theirs else rms(theirs), rms(shares), max(elements))

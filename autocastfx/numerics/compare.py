@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, arguments_of
-from autocastfx.capture.leave_intact import intact, random_numbers_kept
+from autocastfx.capture.leave_intact import isolated
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import ArgumentError, SensitivityError, VariantError
 from autocastfx.graph.names import op_name
@@ -88,12 +87,9 @@ class TargetDistance:
 
     def _target(self, model: nn.Module, batch: Any, seed: int, scale: float) -> list[torch.Tensor]:
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
-        with ExitStack() as modes:
-            modes.enter_context(repeatable(model, seed))
-            if model is self.model:  # whose own forward runs, and may set attributes
-                modes.enter_context(intact(model, [module.training for module in model.modules()], {}))
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.set_grad_enabled(self.of == "gradient"))
+        grads, autocast_off = torch.set_grad_enabled(self.of == "gradient"), cast("Any", torch._C)._DisableAutocast()
+        with isolated(*dict.fromkeys((self.model, model))), grads, autocast_off:
+            torch.manual_seed(seed)
             output = model(*args, **kwargs)
             if self.of == "output":
                 made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
@@ -102,21 +98,7 @@ class TargetDistance:
             wanted = [p for p in self.model.parameters() if p.requires_grad]
             gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         given = cast("Sequence[torch.Tensor | None]", gradients)
-        return [torch.zeros_like(p) if g is None else g / scale for g, p in zip(given, wanted, strict=True)]
-
-
-@contextmanager
-def repeatable(model: nn.Module, seed: int) -> Generator[None]:
-    """While open, torch's random numbers begin at ``seed``; afterwards they and the model's buffers are as before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with random_numbers_kept():
-            torch.manual_seed(seed)
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        return [torch.zeros_like(p) if g is None else g.to_dense() / scale for g, p in zip(given, wanted, strict=True)]
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:

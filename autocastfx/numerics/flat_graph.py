@@ -28,7 +28,7 @@ class FlatGraph:
         graph: the copy.
         names: names of its nodes as in a plan: ``subgraph/name`` for nodes of a sub-graph.
         regions: the modes that nodes of inlined sub-graphs run in, outermost first.
-        held: values of ``get_attr`` nodes, by target.
+        held: values of ``get_attr`` nodes, by target; of generators of random numbers copies.
         ops: names of ops as in a plan, for nodes that got others.
     """
 
@@ -94,7 +94,8 @@ class _Writer:
         copied = self.flat.graph.node_copy(node, made.__getitem__)
         if node.op == "get_attr":
             copied.target = f"{self.prefix}{node.target}"
-            self.flat.held[copied.target] = self.read(str(node.target))
+            value = self.read(str(node.target))
+            self.flat.held[copied.target] = value.clone_state() if isinstance(value, torch.Generator) else value
         self.flat.names[copied] = f"{self.prefix}{node.name}"
         if self.around:
             self.flat.regions[copied] = self.around

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import arguments_of, batches_of, sized
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.leave_intact import isolated
 from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
 # The loss of a model's output, whose gradient is measured.
@@ -135,7 +136,7 @@ def _logits_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     pair: list[torch.Tensor] = []
     for name, model in (("a", a), ("b", b)):
-        with random_numbers_kept(), torch.no_grad():
+        with isolated(*([model] if isinstance(model, nn.Module) else ())), torch.no_grad():
             given = model(*args, **kwargs)
         logits: object = given.get("logits") if isinstance(given, Mapping) else getattr(given, "logits", given)
         if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.ndim < 2:

@@ -323,7 +323,9 @@ def jumps(
     gradient_jumps: dict[int, torch.Tensor] = {}
     for read in reads:
         given = inputs[read.use]
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place)).to(given.device)
+        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place), device="cpu").to(
+            given.device
+        )
         moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
         here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
         if here is not None and there is not None:
@@ -522,7 +524,7 @@ class NodeEffects:
             if not (is_output or node in self._kernels):
                 continue
             keys = dict.fromkeys(key for row in rows for key in row.get(node, ()))
-            zero = torch.zeros(())
+            zero = torch.zeros((), device="cpu")
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
             seen = (node, *filter(is_float32, node.all_input_nodes))
             overflows = not is_output and not self._beyond.isdisjoint(seen)

@@ -20,7 +20,7 @@ from autocastfx.capture.leave_intact import random_numbers_kept, random_state, s
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
-from autocastfx.graph.names import op_name
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import NodeRun, attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.plan.plan import because_of
@@ -405,7 +405,10 @@ def run_side_by_side(
     call = signature.bind(args, kwargs)
     variant = amp_model._variant_for(args, kwargs)
     ours: dict[str, torch.Tensor] = amp_model._held()
-    low = flatten(variant.graph, lambda name: ours[name] if name in ours else attribute(amp_model, name))
+    low = flatten(
+        variant.keeping if gradients else variant.graph,
+        lambda name: ours[name] if name in ours else attribute(amp_model, name),
+    )
     captured, theirs = variant.captured, ours
     if model is not None:
         theirs = {
@@ -421,7 +424,9 @@ def run_side_by_side(
     given = {**captured.attributes, **theirs}
     full = flatten(captured.graph, given.__getitem__)
     twins = _twins(low, full)
-    made = sum(node not in twins for node in low.graph.nodes if _computes(node) and not is_cast(node))
+    keeps = {node.name for node in variant.keeping.nodes} - {node.name for node in variant.graph.nodes}
+    ours_alone = (node for node in low.graph.nodes if _computes(node) and not is_cast(node) and node not in twins)
+    made = sum(low.names[node] not in keeps for node in ours_alone)
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = (Side(flat, call, gradients) for flat in (low, full))
     return PairedRun(variant, run, beside, twins, made + gone, ask)
@@ -466,9 +471,11 @@ def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
     last = -1
     for node in converted.graph.nodes:
         place, twin = places.get(converted.names.get(node, ""), (-1, node))
-        same = op_name(node) == op_name(twin) or (node.target is float8_linear and op_name(twin) in OPERANDS)
-        if place > last and origin(node) is None and same:
-            twins[node], last = twin, place
+        if place > last and origin(node) is None:
+            op = of_function(getattr(node.target, "saved_call", node.target))  # see runtime.saved.keep_chosen
+            is_float8 = node.target is float8_linear
+            if op == op_name(twin) or (is_float8 and op_name(twin) in OPERANDS):
+                twins[node], last = twin, place
     return twins
 
 
@@ -539,7 +546,7 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
 
 
 def _sum(output: Any) -> torch.Tensor:
-    return sum((tensor.float().sum() for tensor in floating(output)), torch.zeros(()))
+    return sum((tensor.float().sum() for tensor in floating(output)), torch.zeros((), device="cpu"))
 
 
 @dataclass

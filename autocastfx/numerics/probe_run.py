@@ -36,7 +36,7 @@ def directions(like: Mapping[int, torch.Tensor], seed: int) -> dict[int, torch.T
 def signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a random float32 tensor of ±1, of the shape and device of ``like``."""
     generator = torch.Generator().manual_seed(seed % 2**32)
-    bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, device="cpu")
     return bits.mul_(2).sub_(1).to(like.device, torch.float32)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autocastfx.capture.call import arguments_of
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.leave_intact import isolated
 from autocastfx.conversion import convert_again
 from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.numerics.compare import TargetDistance
@@ -148,8 +148,8 @@ class SavedSearch:
         for batch in self.batches:
             args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
             variant = base._variant_for(args, kwargs)
-            wanted = [p for p in base.parameters() if p.requires_grad]
-            with random_numbers_kept(), self._on_trial(variant, groups), torch.enable_grad():
+            with isolated(base), self._on_trial(variant, groups), torch.enable_grad():
+                wanted = [p for p in base.parameters() if p.requires_grad]
                 loss = loss_of(base(*args, **kwargs), batch, self.loss_fn)
                 loss = loss * (_SCALE if self.low == torch.float16 else 1)
                 exact = _gradient(loss, wanted)
@@ -193,7 +193,7 @@ class SavedSearch:
 def _gradient(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
     found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
     given = cast("Sequence[Tensor | None]", found)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(given, wanted, strict=True)]
+    return [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(given, wanted, strict=True)]
 
 
 def _groups(base: AmpModule) -> dict[Group, list[PlannedSaved]]:

@@ -65,6 +65,8 @@ WIDEN_PIPELINE: tuple[type[Pass], ...] = (WidenNodes, InsertWidenings, Verify)
 class Converter(Settings):
     """The settings of one conversion, applicable to any number of captured graphs."""
 
+    as_captured: bool = False  # graphs stay as they are
+
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """A variant made from ``captured``, for ``device``.
 
@@ -130,6 +132,9 @@ class Converter(Settings):
         Raises:
             BannedOpError, PlanError, VerifyError: as for a call of the converter.
         """
+        if self.as_captured:
+            plan = Plan(self.low_name, device.type, self.op_list.name, (), ())
+            return ConvertedGraph(copy_graph(graph), attributes, plan)
         draft = guesses is not None
         lists = self.op_list.lenient() if draft else self.op_list
         settings = replace(self, device=device.type, op_list=lists, mode=mode)

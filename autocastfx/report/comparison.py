@@ -54,7 +54,7 @@ class Deviation:
     def of(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
         """Measure the deviation of ``ours`` from ``theirs``, tensors of the same number and shapes."""
         sums = sum(_sums(a, b) for pair in zip(ours, theirs, strict=True) for a, b in _parts(*pair))
-        far, norm, finite, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
+        far, norm, finite, overflow, underflow, zeros, nan = torch.as_tensor(sums, device="cpu").tolist()
         count = max(sum(t.numel() for t in ours), 1)
         is_lost = overflow and overflow == finite
         error = math.inf if is_lost or (far and not norm) else math.sqrt(far / norm) if norm else 0.0

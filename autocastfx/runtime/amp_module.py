@@ -34,15 +34,17 @@ _C: Any = torch._C
 # Show the values of a converted model's calls to observers, node by node.
 
 
-def run_observed(graph: fx.Graph, observers: Sequence[Observer], owner: nn.Module, *tensors: Any) -> Any:
-    """Run a variant's ``graph`` as its function does, and call each observer after each node that computes."""
+def run_observed(variant: Variant, observers: Sequence[Observer], owner: nn.Module, *tensors: Any) -> Any:
+    """Run a variant's graph as its function does, and call each observer after each node that computes."""
+    nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
 
     def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
-        if node.op == "call_function":
+        if node.name in nodes:
+            result = value[0] if f"{node.name}_result" in map(str, node.users) else value
             for observe in observers:
-                observe(node, value, read)
+                observe(nodes[node.name], result, read)
 
-    run = NodeRun(graph, lambda node: attribute(owner, str(node.target)), show)
+    run = NodeRun(variant.keeping, lambda node: attribute(owner, str(node.target)), show)
     return run.run(*tensors, enable_io_processing=False)
 
 
@@ -102,7 +104,7 @@ class AmpModule(fx.GraphModule):
         kind = variant.autocast
         function = variant.function
         if self._observers and not torch.compiler.is_compiling():
-            function = partial(run_observed, variant.graph, self._observers)
+            function = partial(run_observed, variant, self._observers)
         try:
             if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
                 with torch.autocast(kind, enabled=False):

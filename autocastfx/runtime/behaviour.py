@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import leaf_paths
-from autocastfx.capture.leave_intact import intact, random_numbers_kept
+from autocastfx.capture.leave_intact import equal, isolated
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.module_tree import set_modes
@@ -36,7 +35,7 @@ class Behaviour:
 
     Attributes:
         tensors: copies of the outputs, the buffers and the arguments afterwards, the next random number, and gradients
-            of parameters and arguments, by name; None for a gradient that there is none of.
+            of parameters and arguments, by name; None for a gradient that there is none of. They are dense.
         structure: the nesting of the output, and its members that are no tensors.
     """
 
@@ -49,9 +48,14 @@ class Behaviour:
         floating = {name: t for name, t in self.tensors.items() if t is not None and t.is_floating_point()}
         outputs = [t for name, t in floating.items() if name.startswith(_OUTPUT)]
         gradients = [t for name, t in floating.items() if name.startswith(_GRADIENT)]
-        has_numbers = not outputs or any(bool(t.isfinite().any()) for t in outputs)
+        has_numbers = not any(t.numel() for t in outputs) or any(bool(t.isfinite().any()) for t in outputs)
         has_nan = any(bool(t.isnan().any()) for t in outputs)
         return has_numbers and not has_nan and all(bool(t.isfinite().all()) for t in gradients)
+
+    @property
+    def all_learn(self) -> bool:
+        """True if no gradient is zero."""
+        return all(bool(t.any()) for name, t in self.tensors.items() if t is not None and name.startswith(_GRADIENT))
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Trial:
         learns: run backward: from all outputs, with fixed random gradients.
         times: how often to call; the last call is watched.
         loss: returns what backward begins with instead, one number, from the output.
+        in_short: random sums of gradients are compared, which take next to no memory.
     """
 
     name: str
@@ -91,6 +96,7 @@ class Trial:
     learns: bool = True
     times: int = 1
     loss: Callable[[Any], torch.Tensor] | None = None
+    in_short: bool = False
 
 
 class CallError(Exception):
@@ -112,8 +118,11 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
     Raises:
         CallError: the call, the loss or their backward raise.
     """
-    own, learns = [m for m in (model, call) if isinstance(m, nn.Module)], trial.learns
-    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written, attention_written_out():
+    own, learns = list({id(m): m for m in (model, call) if isinstance(m, nn.Module)}.values()), trial.learns
+    autocast_off = cast("Any", torch._C)._DisableAutocast()
+    with isolated(*own) as changed_ids, autocast_off, attention_written_out():
+        for one in own:
+            set_modes(_modules(one), trial.modes)
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
             args, kwargs = _copied(trial.arguments)
@@ -128,21 +137,23 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         names = [_OUTPUT + "".join(f"[{step!r}]" for step in path) for path in leaf_paths(structure)]
         outputs = {name: one for name, one in zip(names, leaves, strict=True) if isinstance(one, torch.Tensor)}
         plain = [one for one in leaves if not isinstance(one, torch.Tensor)]
-        tensors: dict[str, torch.Tensor | None] = {name: one.detach().clone() for name, one in outputs.items()}
-        tensors |= {f"{_BUFFER} {name}": one.detach().clone() for name, one in _buffers(model, call, kinds)}
-        changed_now = written()
-        tensors |= {
-            f"{_PARAMETER} {n}": p.detach().clone() for n, p in model.named_parameters() if id(p) in changed_now
-        }
+        tensors: dict[str, torch.Tensor | None] = {name: _copy(one) for name, one in outputs.items()}
+        tensors |= {f"{_BUFFER} {name}": _copy(one) for name, one in _buffers(model, call, kinds)}
+        written = changed_ids()
+        tensors |= {f"{_PARAMETER} {n}": _copy(p) for n, p in model.named_parameters() if id(p) in written}
         arguments_now = [one for one in given if isinstance(one, torch.Tensor)]
-        tensors |= {f"{_ARGUMENT} {n}": one.detach().clone() for n, one in enumerate(arguments_now)}
-        tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), None))
+        tensors |= {f"{_ARGUMENT} {n}": _copy(one) for n, one in enumerate(arguments_now)}
+        tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), "cpu"))
         if learns:
-            with _theirs():
-                _run_backward(list(outputs.values()) if trial.loss is None else [trial.loss(result)])
             named = {**dict(model.named_parameters()), **{f"{_ARGUMENT} {n}": t for n, t in enumerate(arguments_now)}}
-            for name, one in named.items():
-                tensors[f"{_GRADIENT} {name}"] = one.grad  # of this call alone: the parameter gets back its own
+            found: dict[str, Any] = {f"{_GRADIENT} {name}": None for name in named}
+            leaves = {name: one for name, one in named.items() if one.is_leaf and one.requires_grad}
+            for name, leaf in leaves.items():
+                leaf.register_post_accumulate_grad_hook(partial(_take, found, name, trial.in_short))
+            with _theirs():
+                starts = list(outputs.values()) if trial.loss is None else [trial.loss(result)]
+                _run_backward(starts, list(leaves.values()))
+            tensors |= {name: torch.FloatTensor(g) if isinstance(g, list) else g for name, g in found.items()}
     return Behaviour(tensors, (str(structure), *(_plain(one) for one in plain)))
 
 
@@ -171,14 +182,37 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def _run_backward(outputs: Sequence[torch.Tensor]) -> None:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    is_sparse = tensor.layout not in (torch.strided, torch.jagged)
+    return tensor.detach().to_dense() if is_sparse else tensor.detach().clone()
+
+
+def _run_backward(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
     learning = [one for one in outputs if one.requires_grad]
     generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(one.shape, generator=generator, device="cpu").to(one) for one in learning]
     if learning == outputs and len(outputs) == 1 and outputs[0].numel() == 1:
-        outputs[0].backward()
-    elif learning:
-        gradients = [torch.randn(one.shape, generator=generator).to(one) for one in learning]
-        torch.autograd.backward(learning, gradients)
+        gradients = [torch.ones_like(outputs[0])]
+    if learning and leaves:
+        torch.autograd.backward(learning, gradients, inputs=leaves)
+
+
+def _take(found: dict[str, Any], name: str, in_short: bool, leaf: torch.Tensor) -> None:
+    """Take the gradient of a leaf, which backward has just completed."""
+    gradient, leaf.grad = cast("torch.Tensor", leaf.grad), None
+    dense, kind = (gradient, "") if gradient.layout is torch.strided else (gradient.to_dense(), ", sparse")
+    is_short = in_short and dense.dtype in _NEAR and dense.numel() > 0
+    found[f"{_GRADIENT} {name}{kind}"] = _in_short(dense) if is_short else dense
+
+
+_SUMS = 8
+
+
+def _in_short(gradient: torch.Tensor) -> list[float]:
+    """Return few sums of the numbers of a gradient with random weights, whose distance is about the gradients'."""
+    table, drawn = gradient.reshape(gradient.shape[0] if gradient.ndim else 1, -1), torch.Generator().manual_seed(0)
+    rows, columns = (torch.randn(_SUMS, size, generator=drawn, device="cpu").to(table) for size in table.shape)
+    return ((rows @ table) * columns).sum(1).tolist()  # numbers of Python do not cut memory that is freed into pieces
 
 
 def _copied(arguments: Arguments) -> Arguments:
@@ -193,73 +227,9 @@ def _copied(arguments: Arguments) -> Arguments:
     return cast("Arguments", pytree.tree_map_only(torch.Tensor, copy, arguments))
 
 
-@contextmanager
-def _as_found(
-    model: nn.Module, watched: Sequence[nn.Module], modes: Sequence[bool]
-) -> Generator[Callable[[], set[int]]]:
-    """While open, the models have these modes and no gradients; afterwards all is as before.
-
-    The models have copies of the buffers meanwhile. Gives a function that returns the ids of the parameters that were
-    written into.
-    """
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters]
-    contents = [(p.data, p.detach().clone()) for p in parameters]
-    stand_ins = {id(b): b.detach().clone() for b in model.buffers()}  # a buffer's version counter stays, too
-    places = [(m._buffers, name, b) for one in watched for m in _modules(one) for name, b in m._buffers.items()]
-
-    def written() -> set[int]:
-        pairs = zip(parameters, contents, strict=True)
-        return {id(one) for one, (_, content) in pairs if not _equal(one.detach(), content)}
-
-    try:
-        for table, name, buffer in places:
-            table[name] = stand_ins.get(id(buffer), buffer)
-        for parameter in parameters:
-            parameter.grad = None
-        with _flags_kept(model, watched), random_numbers_kept(), cast("Any", torch._C)._DisableAutocast():
-            for one in watched:
-                set_modes(_modules(one), modes)
-            yield written
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for table, name, buffer in places:
-            table[name] = buffer
-        for one, (memory, content) in zip(parameters, contents, strict=True):
-            if one.data_ptr() != memory.data_ptr() or not _equal(one.detach(), content):
-                one.data = memory  # forward may have given it other memory, and written there
-                memory.copy_(content)
-
-
-@contextmanager
-def _flags_kept(model: nn.Module, watched: Sequence[nn.Module]) -> Generator[None]:
-    """While open, modes and what learns may change; afterwards they are as before.
-
-    Args:
-        model: the original, whose parameters the models share.
-        watched: the models.
-    """
-    flags = [(module, module.training) for one in watched for module in _modules(one)]
-    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-        for parameter, learns in learning:
-            parameter.requires_grad_(learns)
-
-
 def _modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return a model's modules, a converted one's without those of its variants."""
     return model._own_modules if isinstance(model, AmpModule) else list(model.modules())
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return a.equal(b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behaviour | None = None) -> list[Difference]:
@@ -295,7 +265,7 @@ def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, slack: float) -> 
         return "" if a is b else "is there" if a is None else "is missing"
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"is {b.dtype} of {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
-    if _equal(a, b):
+    if equal(a, b):
         return ""
     if not a.is_floating_point():
         return f"differs in {int((a != b).sum())} of {a.numel()} elements"
@@ -318,16 +288,15 @@ def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
 def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Difference]:
     """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
     for mode, called in ((True, "after train()"), (False, "after eval()")):
-        with _flags_kept(model, (model, amp_model)):
-            with intact(model, [m.training for m in model.modules()], {}):
-                model.train(mode)
-                amp_model.train(mode)
-                theirs = [m.training for m in model.modules()]
+        with isolated(model, amp_model):
+            model.train(mode)
+            amp_model.train(mode)
+            theirs, ours = ([m.training for m in _modules(one)] for one in (model, amp_model))
             names = [name for name, _ in model.named_modules()]
-            for name, wanted, ours in zip(names, theirs, amp_model._own_modules, strict=True):
-                if wanted != ours.training:
-                    word = "training" if ours.training else "evaluation"
-                    yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
+        for name, wanted, is_training in zip(names, theirs, ours, strict=True):
+            if wanted != is_training:
+                word = "training" if is_training else "evaluation"
+                yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
 
 
 def changed(arguments: Arguments) -> Arguments:
@@ -344,7 +313,7 @@ def changed(arguments: Arguments) -> Arguments:
         if _is_kept(values):
             made = values.clone()
         elif values.is_floating_point() or values.is_complex():
-            drawn = torch.randn(values.shape, generator=generator, dtype=torch.float32).to(values)
+            drawn = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu").to(values)
             made = values.mean() + drawn * (values.std() if values.numel() > 1 else 1.0)
         else:
             made = values.flip(0) if values.shape[0] > 1 or not values.is_cpu else values.flip(-1)
@@ -380,8 +349,14 @@ class Compared:
     dropped: tuple[str, ...]
 
 
+_FEW = (1, 2)  # rows of a batch that are tried for all of them
+
+
 def compare_calls(
-    model: nn.Module, other: Callable[..., Any], trials: Sequence[Trial], *, seconds: float = math.inf
+    model: nn.Module,
+    other: Callable[..., Any],
+    trials: Sequence[Trial],
+    few_rows: bool = False,
 ) -> Compared:
     """Run calls with a model and with another one that should do the same.
 
@@ -392,33 +367,44 @@ def compare_calls(
     Args:
         model: the original.
         other: shares its parameters and buffers.
-        trials: the calls, most valuable first.
-        seconds: after them no further call is begun.
+        trials: the calls.
+        few_rows: few rows of a batch stand for all, where the model and the graphs take them, and no gradient is zero,
+            as it is before the mean of all rows is subtracted from one.
     """
-    ends = time.perf_counter() + seconds
     mismatches: list[Difference] = []
     calls: list[str] = []
     dropped: list[str] = []
-    took = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model, which were or will be seen anyway
-        for trial in trials:
-            began = time.perf_counter()
-            if calls and began + took > ends:
-                dropped.append(f"{trial.name}: it would take too long")
-                continue
-            why, original = _original(model, trial)
+        for whole in trials:
+            trial, why, original = whole, "", None
+            for trial in (*(_shortened(whole, other) if few_rows and isinstance(other, AmpModule) else ()), whole):
+                why, original = _original(model, trial)
+                if original is not None and original.all_learn:
+                    break
             if original is None and trial.learns:
                 trial = replace(trial, name=f"{trial.name}, forward alone", learns=False)  # it may be for inference
                 _, original = _original(model, trial)
             if original is None:
                 dropped.append(f"{trial.name.removesuffix(', forward alone')}: {why}")
                 continue
-            here = _differences_in(trial, model, other, original)
             calls.append(trial.name)
-            mismatches += here
-            took = time.perf_counter() - began
+            mismatches += _differences_in(trial, model, other, original)
     return Compared(tuple(mismatches), tuple(calls), tuple(dropped))
+
+
+def _shortened(trial: Trial, other: AmpModule) -> Iterator[Trial]:
+    """Yield the call with few rows of its batch: those of the arguments that begin with as many as the first tensor."""
+    sizes = [len(one) for one in pytree.tree_leaves(trial.arguments) if isinstance(one, torch.Tensor) and one.ndim]
+    for rows in (rows for rows in _FEW if sizes and rows < sizes[0]):
+
+        def cut(leaf: torch.Tensor, rows: int = rows) -> torch.Tensor:
+            is_batch = leaf.ndim and len(leaf) == sizes[0]
+            return leaf.detach()[:rows].requires_grad_(leaf.requires_grad) if is_batch else leaf
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, cut, trial.arguments)
+        if other._mounted.fitting(other._signature.bind(args, kwargs), tuple(trial.modes)) is not None:
+            yield replace(trial, arguments=(args, kwargs), in_short=True)
 
 
 def _original(model: nn.Module, trial: Trial) -> tuple[str, Behaviour | None]:
@@ -461,7 +447,7 @@ def _nudged(trial: Trial) -> Trial:
     def nudge(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.is_floating_point():
             return leaf
-        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2 - 1
+        signs = torch.randint(0, 2, leaf.shape, generator=generator, device="cpu").to(leaf) * 2 - 1
         moved = leaf.detach() * (1 + signs * torch.finfo(leaf.dtype).eps)
         return moved.requires_grad_(leaf.requires_grad)
 
@@ -477,8 +463,8 @@ def trials_of(arguments: Arguments, variants: Sequence[tuple[bool, ...]]) -> lis
     values = {"other values": changed(arguments), "the values given": arguments}
     return [
         Trial(f"{which}, {_word(modes)}", given, modes, learns=n == 0)
-        for n, modes in enumerate(sorted(variants, key=lambda modes: -sum(modes)))
         for which, given in values.items()
+        for n, modes in enumerate(sorted(variants, key=lambda modes: -sum(modes)))
     ]
 
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.leave_intact import intact, tensor_places
+from autocastfx.capture.leave_intact import isolated, tensor_places
 from autocastfx.capture.python_state import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
 
@@ -333,9 +333,7 @@ def foreseen(model: nn.Module, *, training: bool) -> Switched:
     modules = list(model.modules())
     if not _is_overridden(modules):
         return Switched((training,) * len(modules))
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    stand_ins = {name: _without_values(tensor) for name, tensor in named}
-    with intact(model, [m.training for m in modules], stand_ins):
+    with isolated(model):
         before = _attributes(modules)
         try:
             _SWITCHES[training](model)
@@ -399,11 +397,6 @@ def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
 def _is_overridden(modules: Sequence[nn.Module]) -> bool:
     own = (getattr(module, name) for module in modules for name in ("train", "eval"))
     return any(getattr(method, "__func__", None) not in (nn.Module.train, nn.Module.eval) for method in own)
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    bare = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def _attributes(modules: Sequence[nn.Module]) -> list[dict[str, int]]:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.leave_intact import storage_of
 from autocastfx.plan.plan import PlannedSaved
 from autocastfx.policy.float8 import E4M3
 from autocastfx.policy.saved import Keep
@@ -239,11 +240,6 @@ def as_it_is(x: Any) -> Any:
     return x
 
 
-def storage_of(x: Tensor) -> int:
-    """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
-
-
 # Rewrite a graph so that its ops save what was chosen.
 
 
@@ -416,6 +412,8 @@ class _Inside:
 def keep_chosen(graph: fx.Graph, planned: Collection[PlannedSaved], forms: Forms = planned_form) -> fx.Graph:
     """Return a graph whose ops save what was chosen, and which gives the same to the bit.
 
+    A node of one name gives the same in both, or that and what is kept of it.
+
     Args:
         graph: a flat graph of functions; stays as it is.
         planned: the parts of the plan for the nodes of these names; there may be others.
@@ -462,11 +460,16 @@ class _Rewrite:
         planned = self.values.get(node.name)
         form = self.forms(planned) if planned is not None else None
         function = saving(cast("Any", node.target), keeps_own=keeps_own, inside=inside, form=form)
-        made = self.graph.call_function(_named(function, "saving", node), (values, kept, own, *args), kwargs)
+        # Under the name of the node, by which those who run the graph node by node know it.
+        target = _named(function, "saving", node)
+        made = self.graph.create_node("call_function", target, (values, kept, own, *args), kwargs, name=node.name)
         made.meta.update(node.meta)
         if not keeps_own:
             return made
-        result, self.kept[node.name] = (self.graph.call_function(operator.getitem, (made, i)) for i in (0, 1))
+        parts = [(f"{node.name}_{part}", (made, i)) for i, part in enumerate(("result", "kept"))]
+        result, self.kept[node.name] = (
+            self.graph.create_node("call_function", operator.getitem, args, name=name) for name, args in parts
+        )
         return result
 
     def _kept(self, node: fx.Node) -> fx.Node:
@@ -487,5 +490,5 @@ class _Rewrite:
 
 def _named(function: Callable[..., Any], what: str, node: fx.Node) -> Callable[..., Any]:
     """Give a function of the rewritten graph a name of its own, for tracebacks."""
-    function.__name__ = f"{what}_{node.name}"
+    function.__name__, cast("Any", function).saved_call = f"{what}_{node.name}", node.target
     return function

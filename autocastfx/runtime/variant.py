@@ -330,6 +330,7 @@ class Variant(nn.Module):
         first_broken: returns an attribute that has changed since, or None; works after :meth:`watch`.
         device: where it runs and creates tensors.
         captured: the captured graph that it was made from; None after unpickling.
+        keeping: the graph whose ops save for backward what the plan says, for runs node by node.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class Variant(nn.Module):
         captured: Captured | None = None,
     ) -> None:
         super().__init__()
-        self.graph, self.plan, self.out_spec = graph, plan, out_spec
+        self.graph, self.keeping, self.plan, self.out_spec = graph, graph, plan, out_spec
         self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
         self.state, self.captured = state, captured
         self.first_broken: Callable[[], Read | None] = state.unchanged
@@ -396,12 +397,14 @@ class Variant(nn.Module):
         ``forms`` gives the form of each value that the plan keeps for backward.
         """
         self.code, traced = _compiled(self.graph)
+        self.keeping = self.graph
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
         quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
         if quick is not None:
             eager, called = traced, quick[0]
             if saved := self.plan.saved:
-                eager = _compiled(keep_chosen(self.graph, saved, forms))[1]
+                self.keeping = keep_chosen(self.graph, saved, forms)
+                eager = _compiled(self.keeping)[1]
                 called = keep_chosen(called, saved, forms)
             self.function = _quick(traced, eager, _compiled(called)[1], quick[1], tells=bool(saved))
         else:

@@ -312,7 +312,7 @@ class HostCopy:
         if not number.is_cuda or self.event is not None:
             return
         if self._pinned is None:
-            self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True, device="cpu")
         self._pinned.copy_(number, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(number.device))  # by default it is that of the current device

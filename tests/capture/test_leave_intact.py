@@ -6,6 +6,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import intact, isolated
 from autocastfx.errors import BannedOpError, CaptureError
 from autocastfx.policy.rule import Category
 from tests.helpers import unchecked
@@ -284,6 +285,66 @@ def test_a_further_capture_leaves_it_too() -> None:
     assert snapshot(module) == before
 
 
+# -- what hooks count -------------------------------------------------------------------------------------------------
+
+
+_CALLED, _COUNT = [0], 0
+
+
+def _count_in_a_global(*_: Any) -> None:
+    global _COUNT
+    _COUNT += 1
+    _CALLED.append(_COUNT)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.count, self.seen = 0, [0]
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+    def see(self, by: list[int], *_: Any) -> None:
+        by.append(self.count)
+        self.seen.append(1)
+
+
+def _counting(kind: str) -> tuple[Callable[..., None], Callable[[], Any]]:
+    """A hook, and what it has counted."""
+    number, box, counts = 0, {"calls": 0}, Counts()
+
+    def count(*_: Any) -> None:
+        nonlocal number
+        number += 1
+
+    def fill(*_: Any) -> None:
+        box["calls"] += 1
+
+    hooks: dict[str, Callable[..., None]] = {
+        "a number around it": count,
+        "a dict around it": fill,
+        "globals": _count_in_a_global,
+        "its own object": counts,
+        "an object's method": partial(counts.see, counts.seen),
+        "what it wraps": torch.no_grad()(count),
+    }
+    return hooks[kind], lambda: (number, dict(box), _COUNT, list(_CALLED), counts.count, list(counts.seen))
+
+
+KINDS = ("a number around it", "a dict around it", "globals", "its own object", "an object's method", "what it wraps")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_hooks_count_is_as_before(kind: str) -> None:
+    module, (hook, counted) = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), _counting(kind)
+    module[0].register_forward_hook(hook)
+    before = counted()
+    autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    assert counted() == before
+    module(torch.ones(3, 4))
+    assert counted() != before
+
+
 # -- the context itself -----------------------------------------------------------------------------------------------
 
 
@@ -358,3 +419,48 @@ def test_a_capture_on_a_cpu_does_not_wake_cuda(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AssertionError, match="CUDA was initialised"):  # its random numbers are then kept as they were
         autocastfx.convert(nn.Linear(2, 2), (torch.rand(2, 2),), dtype="float16")
+
+
+class Watched(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_of_other_classes_and_with_attributes_are_so_in_isolation() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = Watched(torch.ones(4, 4))
+    model.weight.kept_apart = True  # type: ignore[attr-defined]
+    with isolated(model):
+        assert type(model.weight) is Watched
+        assert model.weight.kept_apart  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.data.mul_(2),
+        lambda w: w.detach().add_(1),
+        lambda w: torch.embedding_renorm_(w.detach(), torch.tensor([0]), 0.1, 2.0),
+        lambda w: setattr(w, "data", w.data * 2),
+        lambda w: w.data.view(-1)[:2].zero_(),
+    ],
+)
+def test_what_is_written_into_parameters_is_undone_and_told(write: Callable[[torch.Tensor], Any]) -> None:
+    model = nn.Linear(4, 4)
+    before, version, memory = model.weight.detach().clone(), model.weight._version, model.weight.data_ptr()
+    with isolated(model) as changed:
+        assert not changed()
+        write(model.weight)
+        assert changed() == {id(model.weight)}
+    assert torch.equal(model.weight, before)
+    assert (model.weight._version, model.weight.data_ptr()) == (version, memory)
+
+
+def test_tied_parameters_stay_tied_in_isolation_and_models_share_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    other = nn.Sequential(model[0])
+    with isolated(model, other):
+        assert model[1].weight is model[0].weight is other[0].weight
+        model[1].weight.sum().backward()
+        assert other[0].weight.grad is not None
+    assert model[0].weight.grad is None

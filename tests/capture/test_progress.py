@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.capture.progress import parts, stage
+from autocastfx.capture.progress import counted, parts, stage
 from tests.helpers import heard
 
 
@@ -97,3 +97,15 @@ def test_a_failure_is_told_by_nobody() -> None:
     with heard() as lines, pytest.raises(KeyError), parts("made Net"), stage("one", "first"):
         raise KeyError
     assert lines == []
+
+
+class Tee:
+    def write(self, text: str) -> None: ...
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("stream", [None, Tee()], ids=["none", "a tee"])
+def test_without_a_standard_error_nothing_is_shown(stream: Tee | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    with stage("thinking"), counted(None, "counting") as show:
+        show(1)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import AmpModule, convert
@@ -204,3 +206,15 @@ def test_what_is_left_open_is_closed() -> None:
         with pytest.raises(ZeroDivisionError), own_thread_state():
             leave_open()
         assert thread_state() == before
+
+
+@pytest.mark.filterwarnings("ignore:hooks on every module:autocastfx.errors.StateWarning")  # it counts by module, too
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_counter_of_operations_counts_the_call_alone(is_late: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(4, 8, requires_grad=True)
+    amp_model = autocastfx.convert(model, dtype="bfloat16") if is_late else None
+    with FlopCounterMode(display=False) as counter:
+        before = list(modules._global_forward_pre_hooks)
+        (amp_model or autocastfx.convert(model, (x,), dtype="bfloat16"))(x)
+        assert list(modules._global_forward_pre_hooks) == before
+    assert counter.get_total_flops() == 2 * 4 * 8 * (8 + 4)

@@ -18,6 +18,7 @@ from torch.nn import functional
 import autocastfx
 from autocastfx.capture.export import Captured
 from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UncheckedWarning, UnsupportedError
+from autocastfx.numerics.check import Check, CheckedValue
 from autocastfx.runtime import behaviour, variant_table
 from tests.helpers import heard
 
@@ -460,3 +461,200 @@ def test_a_model_without_a_backward_is_compared_forward(planted: Callable[[Calla
     planted(lambda graph: _node(graph, aten.linear.default).update_arg(2, None))
     with pytest.raises(CaptureError, match="output differs by"):
         autocastfx.convert(Calls(Unlearnable.apply), x, dtype="bfloat16")
+
+
+# -- what is compared, and with what ----------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch, which of one row leaves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return self.b(hidden - hidden.mean(0))
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "one row tells enough": (lambda: nn.Linear(8, 4), 1),
+    "the norm of one row raises": (lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), 2),
+    "one row teaches nothing": (Centred, 2),
+    "the graph holds for all rows alone": (lambda: Calls(lambda y: y.reshape(3, 8)), 6),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_conversion_is_compared_on_as_few_rows_as_tell_enough(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, rows = ROWS[kind]
+    model, own, seen = make(), behaviour.behaviour_of, list[int]()
+    x = torch.randn(6, next(m.in_features for m in model.modules() if isinstance(m, nn.Linear)))
+
+    def behaviour_of(model: nn.Module, call: Any, trial: behaviour.Trial) -> behaviour.Behaviour:
+        found = own(model, call, trial)
+        if call is not model:
+            seen.append(len(trial.arguments[0][0]))
+        return found
+
+    monkeypatch.setattr(behaviour, "behaviour_of", behaviour_of)
+    autocastfx.convert(model, x, dtype="bfloat16")
+    assert seen[0] == rows
+    seen.clear()
+    autocastfx.convert(model, x, dtype="bfloat16", check=True)
+    assert set(seen) == {6}
+
+
+@pytest.mark.usefixtures("both_modes")
+def test_evaluation_is_compared_however_little_time_there_is(
+    planted: Callable[[Callable[[fx.Graph], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_in_evaluation(graph: fx.Graph) -> None:
+        if not any(node.args[2] for node in graph.nodes if node.target == aten.dropout.default):
+            _drop(graph, aten.relu.default)
+
+    planted(lose_in_evaluation)
+    monkeypatch.setattr("autocastfx.conversion.time.perf_counter", lambda: 0.0)  # a conversion that took no time
+    with pytest.raises(CaptureError, match="in evaluation"):
+        autocastfx.convert(Net(), inputs(), dtype="bfloat16")
+
+
+def test_a_lost_gradient_is_seen_in_a_large_one_in_short(planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    planted(_detach)
+    with pytest.raises(CaptureError, match=r"gradient of 0\.weight is missing"):
+        autocastfx.convert(model, torch.randn(4, 256), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shape", [(), (300,), (300, 300), (64, 8, 3, 3)])
+def test_distances_in_short_are_about_those_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape)
+    one_off = whole.clone()
+    one_off.view(-1)[-1:] += 100 * whole.norm()
+    others = (whole, whole * (1 + 1e-6), whole * 1.01, one_off)
+    short, near, far, moved = (torch.tensor(behaviour._in_short(one)) for one in others)
+    assert len(short) == 8
+    assert behaviour.apart(short, near) < 1e-5
+    assert behaviour.apart(short, far) > 5e-3
+    assert behaviour.apart(short, moved) > 10
+
+
+def test_rows_that_change_places_are_seen_in_short() -> None:
+    whole = torch.randn(300, 300)
+    swapped = torch.cat((whole[1:2], whole[:1], whole[2:]))
+    short, moved = (torch.tensor(behaviour._in_short(one)) for one in (whole, swapped))
+    assert 0.2 < behaviour.apart(short, moved) / behaviour.apart(whole, swapped) < 5
+
+
+@pytest.mark.usefixtures("both_modes")
+def test_a_check_measures_evaluation_too() -> None:
+    found = autocastfx.check(nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5)), [torch.randn(6, 8)], dtype="bfloat16")
+    assert {"output", "output, in evaluation"} <= {one.name for one in found.values}
+
+
+def _judged(**errors: tuple[float, float]) -> Check:
+    values = [CheckedValue("all gradients", 1.1e-2, 1e-2)]
+    values += [CheckedValue(f"gradient of {n}", ours, theirs, 0.1, 4096) for n, (ours, theirs) in errors.items()]
+    return Check("Net", "bfloat16", (), ("a call",), (), tuple(values))
+
+
+def test_a_gradient_that_is_inexact_is_named_first() -> None:
+    found = _judged(good=(1e-2, 1e-2), bad=(9e-2, 1e-2))
+    assert [one.name for one in found.inexact] == ["gradient of bad"]
+    assert str(found).startswith("check of Net in bfloat16: INEXACT: gradient of bad\n")
+    assert "    gradient of bad: 0.09 (0.01)" in str(found)
+
+
+def test_a_gradient_that_matters_little_or_differs_by_chance_is_exact() -> None:
+    assert _judged(bad=(1.4e-2, 1e-2)).ok  # an epsilon more
+    far = CheckedValue("gradient of small", 0.5, 1e-2, 1e-4, 4096)
+    few = CheckedValue("gradient of few", 2.2e-2, 1e-2, 0.9, 4)
+    cases = ((far, True), (replace(far, share=0.5), False), (few, True), (replace(few, elements=999), False))
+    for value, is_exact in cases:
+        assert replace(_judged(), values=(*_judged().values, value)).ok == is_exact, value
+
+
+def test_an_output_is_judged_by_itself_however_far_gradients_may_be() -> None:
+    output = CheckedValue("output", 1.5e-2, 1e-3)
+    found = replace(_judged(), values=(CheckedValue("all gradients", 0.2, 0.2), output))
+    assert found.inexact == (output,)
+
+
+# -- what a check must not stumble over -------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a = nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.a(self.table(words))
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, one of them in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mine = nn.Linear(8, 4), torch.Generator().manual_seed(3)
+        self.more = [torch.Generator().manual_seed(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x + torch.randn(x.shape, generator=self.mine) * torch.rand(8, generator=self.more[0]))
+
+
+CHECKED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 2)),
+        torch.arange(6).view(2, 3),
+    ),
+    "sparse gradients of bags": (Bag, torch.arange(6).view(2, 3)),
+    "an empty batch": (lambda: nn.Linear(8, 4), torch.randn(0, 8)),
+    "an empty output": (lambda: Calls(lambda y: y[:0]), torch.randn(5, 4)),
+    "generators of its own": (Noisy, torch.randn(6, 8)),
+    "rows of one": (lambda: nn.Linear(8, 4), torch.randn(1, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_no_alarm_is_false(kind: str) -> None:
+    make, x = CHECKED[kind]
+    torch.manual_seed(0)
+    autocastfx.convert(make(), x, dtype="bfloat16")  # a warning would be an error
+    autocastfx.convert(make(), x, dtype="bfloat16", check=True)
+    found = autocastfx.check(make(), [x], dtype="bfloat16")
+    assert found.ok, str(found)
+
+
+def test_a_gradient_that_is_no_longer_sparse_is_a_difference() -> None:
+    def behaves(sparse: bool) -> behaviour.Behaviour:
+        model = nn.Embedding(9, 8, sparse=sparse)
+        nn.init.ones_(model.weight)
+        trial = behaviour.Trial("a call", ((torch.arange(3),), {}), [True])
+        return behaviour.behaviour_of(model, model, trial)
+
+    (found,) = behaviour.differences(behaves(True), behaves(False), "a call")[:1]
+    assert str(found) == "gradient of weight is there (a call)"
+
+
+@pytest.mark.parametrize("where", ["meta", torch.float64], ids=str)
+def test_neither_default_device_nor_default_dtype_matter(where: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)), torch.randn(4, 8)
+    try:
+        torch.set_default_dtype(where) if isinstance(where, torch.dtype) else torch.set_default_device(where)
+        amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+        assert autocastfx.check(model, [x], dtype="bfloat16").ok
+        autocastfx.compare(model, amp_model, x, gradients=True)
+        autocastfx.sensitivity(model, [x], lambda output, _: output.square().mean(), probes=2, dtype="bfloat16")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_options_that_leave_nothing_to_compare_are_refused() -> None:
+    for options, why in (({"check": True}, "leave check= out"), ({"weights": "low"}, "keeps no original")):
+        given: dict[str, Any] = {**options}
+        with pytest.raises(UnsupportedError, match=why):
+            autocastfx.check(nn.Linear(8, 4), [torch.randn(2, 8)], dtype="bfloat16", **given)

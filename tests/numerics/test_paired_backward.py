@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autocastfx import AmpModule, Comparison, OpList, compare, convert
+from autocastfx import AmpModule, Comparison, OpList, compare, convert, watch
 from autocastfx.errors import CalibrationError
 from autocastfx.numerics import paired_run
 from autocastfx.numerics.paired_run import Backward, run_backwards, run_side_by_side
@@ -229,3 +229,36 @@ def test_an_exponential_that_overflows_backwards_alone_is_named() -> None:
     assert found.first_non_finite is None
     assert found.first_non_finite_gradient is not None
     assert found.first_non_finite_gradient.name == "mul"
+
+
+@pytest.mark.parametrize("saved", ["recompute", "low", "float8"])
+def test_what_is_kept_rounded_for_backward_is_seen(saved: str) -> None:
+    layers = (
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.Softmax(-1),
+        nn.Dropout(0.3),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+    )
+    model, x = nn.Sequential(*layers), torch.randn(64, 16)
+    amp_model = convert(model, x, dtype=torch.bfloat16, saved=saved, check=False)
+    plain = convert(model, x, dtype=torch.bfloat16, op_list="float32", check=False)
+
+    def gradients(one: AmpModule) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        found = torch.autograd.grad(one(x).square().mean(), list(one.parameters()))
+        return dict(zip(dict(one.named_parameters()), found, strict=True))
+
+    trained, exact = gradients(amp_model), gradients(plain)
+    torch.manual_seed(5)
+    found = compare(None, amp_model, x, gradients=True, loss=lambda output: output.square().mean())
+    assert found.skipped == 0
+    assert len(found.parameters) == 6
+    assert (max(one.error for one in found.parameters) > 0.01) == (saved == "float8")
+    for one in found.parameters:
+        assert one.error == pytest.approx(relative_error(trained[one.name], exact[one.name]), rel=1e-3)
+    with watch(amp_model, every=1) as seen:
+        assert all(torch.equal(g, trained[name]) for name, g in gradients(amp_model).items())
+    assert {"linear", "gelu"} <= {row.name for row in seen.rows}

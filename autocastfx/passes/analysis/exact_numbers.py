@@ -64,7 +64,7 @@ def _becomes_one(number: float, low: torch.dtype) -> bool:
     return (
         abs(number) != 1
         and abs(abs(number) - 1) <= torch.finfo(low).eps / 2
-        and float(torch.tensor(abs(number), dtype=low)) == 1
+        and float(torch.tensor(abs(number), dtype=low, device="cpu")) == 1
     )
 
 
