@@ -40,9 +40,10 @@ from autocastfx.errors import (
     UnsupportedError,
 )
 from autocastfx.graph.cell import table
-from autocastfx.graph.names import located
-from autocastfx.graph.node import Held
+from autocastfx.graph.names import located, op_name
+from autocastfx.graph.node import Held, attributes_of, subgraphs
 from autocastfx.graph.sizes import own_sizes
+from autocastfx.graph.walk import all_nodes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
@@ -236,7 +237,7 @@ class CompileBackend:
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
-        self._is_told = False
+        self._is_told = self._is_told_of_region = False
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._options: dict[str, Any] = {
             "dtype": dtype,
@@ -315,6 +316,7 @@ class CompileBackend:
             return self._compile_unconverted(module, inputs, device, error)
         for graph in graphs:
             _warn_of_fused_layers(graph)
+            self._warn_of_regions(graph)
             self._add(graph)
         return self._compile(converted, inputs, device)
 
@@ -358,6 +360,23 @@ class CompileBackend:
                 count = len(self.graphs)
                 told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
                 warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
+
+    def _warn_of_regions(self, graph: CompiledGraph) -> None:
+        """Say, once, that operators in a region of torch.autocast that is open in the graph stay as they are."""
+        attributes = attributes_of(graph.module, graph.module.graph)
+        nodes = list(all_nodes(graph.module.graph, attributes))
+        region = next((node for node in nodes if op_name(node) == "wrap_with_autocast" and node.args[2]), None)
+        if not self._is_told_of_region and region is not None:
+            self._is_told_of_region = True
+            inside = subgraphs(region, attributes).values()
+            count = sum(len(list(all_nodes(one.graph, attributes_of(one, one.graph)))) for one in inside)
+            warnings.warn(
+                f"{_counted(count, 'operator')} of a graph run in a region of torch.autocast that forward itself "
+                "opens, and stay as they are. A trainer opens one around all of forward (bf16=True, "
+                'mixed_precision="bf16"): turn that off to have them converted.',
+                UncapturedGraphWarning,
+                stacklevel=3,
+            )
 
     def paths(self) -> dict[int, str]:
         """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""

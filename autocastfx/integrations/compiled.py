@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
-from inspect import CO_GENERATOR
+from inspect import CO_GENERATOR, signature
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 from unittest.mock import patch
 
 import torch
@@ -26,7 +25,8 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.capture.call import CallSignature, device_of, sized
 from autocastfx.capture.failure import place, quiet_logs
-from autocastfx.capture.whole_calls import attention_written_out
+from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
@@ -42,30 +42,19 @@ from autocastfx.report.view import source_line
 _CACHED = type(lru_cache(lambda: None))
 
 
-class _Mended:
-    """A context in which Dynamo is mended, until the last of the calls inside it, of any thread, has left it."""
-
-    def __init__(self) -> None:
-        self._lock, self._calls = threading.Lock(), 0
-        self._own: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._calls:
-                self._own = [(owner, name, getattr(owner, name)) for owner, name, _ in _mends()]
-                for owner, name, mended in _mends():
-                    setattr(owner, name, mended)
-            self._calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._calls -= 1
-            if not self._calls:
-                for owner, name, own in self._own:
-                    setattr(owner, name, own)
+# A call of ours has graphs of its own for code that it shares with others, and a limit of its own: from torch 2.13 on.
+_OWN_GRAPHS = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
 
 
-MENDED = _Mended()
+@contextmanager
+def _mended() -> Generator[None]:
+    with ExitStack() as stack:
+        for owner, name, mended in _mends():
+            stack.enter_context(patch.object(owner, name, mended))
+        yield
+
+
+MENDED = Shared(_mended)
 
 
 @cache
@@ -77,6 +66,8 @@ def _mends() -> list[tuple[Any, str, Any]]:
     - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
       requires a gradient, so it would trace through the forward alone, and lose the backward.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
+    - What it looks at is noted for the thread in which it does.
+    - The graphs of other models for the same code, as behind a break, do not count to the limit of a model's.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
@@ -96,7 +87,25 @@ def _mends() -> list[tuple[Any, str, Any]]:
         (convert_frame, "InternalTorchDynamoError", Skipped),
         (AutogradFunctionVariable, "call_apply", call_apply),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
+        (convert_frame, "_compile", skipped.noting(convert_frame._compile)),
+        (convert_frame, "exceeds_recompile_limit", _own_limit(convert_frame.exceeds_recompile_limit)),
     ]
+
+
+def _own_limit(exceeds: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
+    """Return what says whether a piece of code has too many graphs, and counts those of the asking backend alone."""
+
+    def exceeds_own(size: Any, compilation: Any) -> tuple[bool, str]:
+        asking = sys._getframe(1).f_locals  # only Dynamo's own frame knows the code and the backend
+        backend = skipped.unwrapped(asking.get("compiler_fn"))
+        is_exceeded, limit = exceeds(size, compilation)
+        if is_exceeded and isinstance(backend, _Backend):
+            entries = eval_frame._debug_get_cache_entry_list(asking["code"])
+            own = sum(skipped.unwrapped(entry.backend) is backend for entry in entries)
+            is_exceeded = own >= torch._dynamo.config.recompile_limit
+        return is_exceeded, limit
+
+    return exceeds_own
 
 
 def _calling_once(before: Any) -> Any:
@@ -140,23 +149,14 @@ _SWITCH = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # whose wrappers switch
 _MODULE = cast("Any", nn.Module)._call_impl.__code__.co_filename
 
 
-def breaks() -> int:
-    """Return how often a graph has broken in this process."""
-    from torch._dynamo.utils import graph_break_reasons
-
-    return len(graph_break_reasons)
-
-
-def left_since(count: int, model: nn.Module) -> Iterator[skipped.SkippedCode]:
-    """Yield what the breaks in a call of ``model`` since :func:`breaks` was ``count`` leave to Python, uncaptured.
+def left_by(breaks: Sequence[Any], model: nn.Module) -> Iterator[skipped.SkippedCode]:
+    """Yield what breaks of the graph in a call of ``model``, as Dynamo records them, leave to Python, uncaptured.
 
     A module of torch is captured by itself then, through its :func:`caller`. If the graph breaks in it again, the
     modules in it are, and what it computes besides is left. A function in which the graph broke is left if Dynamo has
     not looked at it by itself either: it is a generator, or activation checkpointing calls it.
     """
-    from torch._dynamo.utils import graph_break_reasons
-
-    for one in graph_break_reasons[count:]:
+    for one in breaks:
         stack = [frame for frame in one.user_stack if not _calls_modules(frame.filename)]
         reason = one.reason.partition("\n")[0]
         inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
@@ -285,6 +285,7 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 # The call of a model that is compiled in place: nothing of it runs in float32 without being told.
 
 
+@runtime_checkable
 class _Backend(Backend, Protocol):
     """The backend of a compiled call."""
 
@@ -311,16 +312,20 @@ class CompiledCall:
         from torch._dynamo.eval_frame import skip_code
 
         self.model, self.backend, self.options = model, backend, options
-        self.call: Callable[..., Any] = torch.compile(skipped.caller(model), backend=backend, **options)
+        self.call: Callable[..., Any] = torch.compile(
+            skipped.caller(model), backend=backend, **{**_OWN_GRAPHS, **options}
+        )
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
         self._left: list[skipped.SkippedCode] = []
         self._told: set[str] = set()
-        self._skips = -1  # how often Dynamo had skipped code at the end of the last call
+        self._skips = -1  # how often Dynamo had skipped code when it was last let look again
+        self._seen = skipped.Seen()  # what Dynamo has recorded, and is not told: it records a failure once
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
         self._inside = skipped.Inside()  # where parts that are called run as the model's own
+        self.as_own = self._inside.entered
         for function in (self._call_part, PartCall.__call__, skipped.InAutocast.__call__):
             skip_code(function.__code__)  # Dynamo looks at what they call
         self._take_parts()
@@ -329,17 +334,17 @@ class CompiledCall:
         """Call the model, and see to the code that Dynamo has not captured in this call."""
         if any_torch_dispatch_mode_on_stack():  # Dynamo would skip the model's code, and that for good
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
-        if self._skips != skipped.skips():
+        if self._skips != (skips := skipped.skips()):
             skipped.look_again(max(self._skips, 0), self.backend.skipped)
-        before, moment, broken = skipped.tried(), skipped.now(), breaks()
         count, runs = len(self.backend.graphs), self.backend.runs
         if self._is_broken:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._inside.entered())
+                stack.enter_context(self.as_own())
                 stack.enter_context(quiet_logs())
                 stack.enter_context(MENDED)
+                stack.enter_context(skipped.noted(self._seen))
                 for around in self._around:
                     stack.enter_context(around())
                 result = self.call(*args, **kwargs)
@@ -347,10 +352,12 @@ class CompiledCall:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
-        if skipped.tried() != before:
-            self._see_to([*skipped.skipped_since(moment, self.model), *left_since(broken, self.model)])
-            self._is_broken |= breaks() != broken
-        self._skips = skipped.skips()
+        if (failures := [*self._seen.failures]) or self._seen.breaks:
+            breaks = [*self._seen.breaks]
+            self._is_broken |= bool(breaks)
+            self._see_to([*skipped.skipped_in(failures, self.model), *left_by(breaks, self.model)])
+            del self._seen.failures[: len(failures)], self._seen.breaks[: len(breaks)]
+        self._skips = skipped.skips_before_others(skips)
         if self._left:
             left, self._left = self._left, []
             self._see_to(left)
@@ -373,11 +380,11 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with self._inside.entered():
+        with self.as_own():
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
-        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._inside.entered)
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self.as_own)
 
     def _tell(self, why: str, runs: str) -> None:
         told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
@@ -394,7 +401,7 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         modules = list(self.model.modules())
-        self._around = [attention_written_out] if any(isinstance(m, _FUSED) for m in modules) else []
+        self._around = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, _FUSED) for m in modules) else []
         if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in modules):
             self._around.append(_recurrent_layers_captured)
         for module in modules:
@@ -409,9 +416,9 @@ class CompiledCall:
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
         if self._inside.is_entered:
-            if eval_frame.get_eval_frame_callback() is None and part not in self._looked:
+            if eval_frame.get_eval_frame_callback() is None and part not in self._looked and (left := left_by_torch()):
                 self._looked.add(part)
-                self._left += filter(None, [left_by_torch()])
+                self._left.append(left)
             return part._call_impl(*args, **kwargs)
         if (
             eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs

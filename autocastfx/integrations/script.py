@@ -291,7 +291,8 @@ class _ScriptCall(CompiledCall):
         if not self.run.takes(self.model):
             return super().__call__(*args, **kwargs)
         if _in_autocast(self.model):
-            return self.run.first_call(self.model, *args, **kwargs)
+            with self.as_own():
+                return self.run.first_call(self.model, *args, **kwargs)
         with self.run.inside.entered():
             return super().__call__(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
-from autocastfx.capture.whole_calls import attention_written_out
+from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.module_tree import set_modes
 
@@ -113,7 +113,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         CallError: the call, the loss or their backward raise.
     """
     own, learns = [m for m in (model, call) if isinstance(m, nn.Module)], trial.learns
-    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written, attention_written_out():
+    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written, ATTENTION_WRITTEN_OUT:
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
             args, kwargs = _copied(trial.arguments)
