@@ -315,7 +315,7 @@ def _traced(
 ) -> tuple[fx.GraphModule, list[Callable[..., Any]]]:
     values = [node.meta.get("example_value", value) for node, value in zip(given, inputs, strict=True)]
     called: list[Callable[..., Any]] = []
-    widened = _cast_by_autocast(inputs)
+    widened = _cast_by_autocast(module, inputs)
 
     def run(*args: Any) -> tuple[Any, ...]:
         with preserve_node_meta():
@@ -342,11 +342,13 @@ def _traced(
     return traced, called
 
 
-def _cast_by_autocast(inputs: Sequence[Any]) -> list[bool]:
+def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[bool]:
     """Return which inputs are 16-bit where the parameters are not: a caller's torch.autocast casts both, a graph none.
 
-    In float32 they fit the parameters, and passes decide on the precision.
+    In float32 they fit the parameters, and passes decide on the precision. Graphs inside know the dtype that they had.
     """
+    if any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
+        return [False] * len(inputs)
     parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
     is_cast = any(one.dtype == torch.float32 and torch.is_autocast_enabled(one.device.type) for one in parameters)
     given = (isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) for one in inputs)

@@ -41,7 +41,7 @@ from autocastfx.errors import (
 )
 from autocastfx.graph.cell import table
 from autocastfx.graph.names import located, op_name
-from autocastfx.graph.node import Held, attributes_of, subgraphs
+from autocastfx.graph.node import Held, attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes
 from autocastfx.integrations.checked_copies import check_capture
@@ -363,20 +363,14 @@ class CompileBackend:
 
     def _warn_of_regions(self, graph: CompiledGraph) -> None:
         """Say, once, that operators in a region of torch.autocast that is open in the graph stay as they are."""
-        attributes = attributes_of(graph.module, graph.module.graph)
-        nodes = list(all_nodes(graph.module.graph, attributes))
-        region = next((node for node in nodes if op_name(node) == "wrap_with_autocast" and node.args[2]), None)
-        if not self._is_told_of_region and region is not None:
+        nodes = all_nodes(graph.module.graph, attributes_of(graph.module, graph.module.graph))
+        if not self._is_told_of_region and any(op_name(n) == "wrap_with_autocast" and n.args[2] for n in nodes):
             self._is_told_of_region = True
-            inside = subgraphs(region, attributes).values()
-            count = sum(len(list(all_nodes(one.graph, attributes_of(one, one.graph)))) for one in inside)
-            warnings.warn(
-                f"{_counted(count, 'operator')} of a graph run in a region of torch.autocast that forward itself "
-                "opens, and stay as they are. A trainer opens one around all of forward (bf16=True, "
-                'mixed_precision="bf16"): turn that off to have them converted.',
-                UncapturedGraphWarning,
-                stacklevel=3,
+            told = (
+                "forward opens a region of torch.autocast, and what runs in it stays as it is. A trainer opens one "
+                'around all of forward (bf16=True, mixed_precision="bf16"): turn that off to have the model converted.'
             )
+            warnings.warn(told, UncapturedGraphWarning, stacklevel=3)
 
     def paths(self) -> dict[int, str]:
         """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
-from inspect import CO_GENERATOR, signature
+from inspect import CO_GENERATOR
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 from unittest.mock import patch
 
 import torch
@@ -42,10 +42,6 @@ from autocastfx.report.view import source_line
 _CACHED = type(lru_cache(lambda: None))
 
 
-# A call of ours has graphs of its own for code that it shares with others, and a limit of its own: from torch 2.13 on.
-_OWN_GRAPHS = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-
-
 @contextmanager
 def _mended() -> Generator[None]:
     with ExitStack() as stack:
@@ -67,7 +63,7 @@ def _mends() -> list[tuple[Any, str, Any]]:
       requires a gradient, so it would trace through the forward alone, and lose the backward.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - What it looks at is noted for the thread in which it does.
-    - The graphs of other models for the same code, as behind a break, do not count to the limit of a model's.
+    - The graphs of other models for the same code, as behind a break, do not count.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
@@ -88,24 +84,15 @@ def _mends() -> list[tuple[Any, str, Any]]:
         (AutogradFunctionVariable, "call_apply", call_apply),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "_compile", skipped.noting(convert_frame._compile)),
-        (convert_frame, "exceeds_recompile_limit", _own_limit(convert_frame.exceeds_recompile_limit)),
+        (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]
 
 
-def _own_limit(exceeds: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
-    """Return what says whether a piece of code has too many graphs, and counts those of the asking backend alone."""
-
-    def exceeds_own(size: Any, compilation: Any) -> tuple[bool, str]:
-        asking = sys._getframe(1).f_locals  # only Dynamo's own frame knows the code and the backend
-        backend = skipped.unwrapped(asking.get("compiler_fn"))
-        is_exceeded, limit = exceeds(size, compilation)
-        if is_exceeded and isinstance(backend, _Backend):
-            entries = eval_frame._debug_get_cache_entry_list(asking["code"])
-            own = sum(skipped.unwrapped(entry.backend) is backend for entry in entries)
-            is_exceeded = own >= torch._dynamo.config.recompile_limit
-        return is_exceeded, limit
-
-    return exceeds_own
+def _has_many_graphs(size: Any, _: object) -> tuple[bool, str]:
+    asking, limit = sys._getframe(1).f_locals, torch._dynamo.config.recompile_limit  # Dynamo's frame knows who asks
+    backend, entries = skipped.unwrapped(asking["compiler_fn"]), eval_frame._debug_get_cache_entry_list(asking["code"])
+    own = sum(skipped.unwrapped(entry.backend) is backend for entry in entries)
+    return own >= limit and size.will_compilation_exceed_specific_limit(limit), "recompile_limit"
 
 
 def _calling_once(before: Any) -> Any:
@@ -285,7 +272,6 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 # The call of a model that is compiled in place: nothing of it runs in float32 without being told.
 
 
-@runtime_checkable
 class _Backend(Backend, Protocol):
     """The backend of a compiled call."""
 
@@ -312,9 +298,7 @@ class CompiledCall:
         from torch._dynamo.eval_frame import skip_code
 
         self.model, self.backend, self.options = model, backend, options
-        self.call: Callable[..., Any] = torch.compile(
-            skipped.caller(model), backend=backend, **{**_OWN_GRAPHS, **options}
-        )
+        self.call: Callable[..., Any] = torch.compile(skipped.caller(model), backend=backend, **options)
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
@@ -324,8 +308,6 @@ class CompiledCall:
         self._skips = -1  # how often Dynamo had skipped code when it was last let look again
         self._seen = skipped.Seen()  # what Dynamo has recorded, and is not told: it records a failure once
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
-        self._inside = skipped.Inside()  # where parts that are called run as the model's own
-        self.as_own = self._inside.entered
         for function in (self._call_part, PartCall.__call__, skipped.InAutocast.__call__):
             skip_code(function.__code__)  # Dynamo looks at what they call
         self._take_parts()
@@ -341,7 +323,7 @@ class CompiledCall:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(self.as_own())
+                stack.enter_context(skipped.INSIDE.entered(self))
                 stack.enter_context(quiet_logs())
                 stack.enter_context(MENDED)
                 stack.enter_context(skipped.noted(self._seen))
@@ -380,11 +362,11 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with self.as_own():
+        with skipped.INSIDE.entered(self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
-        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self.as_own)
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low)
 
     def _tell(self, why: str, runs: str) -> None:
         told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
@@ -414,11 +396,12 @@ class CompiledCall:
                 )
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
-        if self._inside.is_entered:
-            if eval_frame.get_eval_frame_callback() is None and part not in self._looked and (left := left_by_torch()):
-                self._looked.add(part)
-                self._left.append(left)
+        """Call a part: as it is if a model calls it, this one or another, or a tracer or autograd, else converted."""
+        if (call := skipped.INSIDE.call) is not None:
+            is_off = isinstance(call, CompiledCall) and eval_frame.get_eval_frame_callback() is None
+            if is_off and part not in call._looked:
+                call._looked.add(part)
+                call._left += filter(None, [left_by_torch()])
             return part._call_impl(*args, **kwargs)
         if (
             eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs
@@ -440,8 +423,8 @@ class CompiledCall:
             UnsupportedError: the model cannot be copied.
         """
         alike = self.backend.like()
-        with converted_copies(self.model, alike, self.backend.bare()) as (ours, bare):
-            yield plain_copy(self.model), ours, bare, alike
+        ours, bare = converted_copies(self.model, alike, self.backend.bare())
+        yield plain_copy(self.model), ours, bare, alike
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes."""

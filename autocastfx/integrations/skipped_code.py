@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
+from importlib import import_module
 from types import CodeType, FrameType, MethodType
 from typing import Any, cast
 from unittest.mock import patch
@@ -272,7 +273,7 @@ _WATCHED: list[Callable[[object], bool]] = []
 
 def watch(is_watched: Callable[[object], bool]) -> None:
     """Say what Dynamo skips where it captures for a backend of this kind, until ``torch._dynamo.reset``."""
-    import torch._dynamo  # before its parts: threads that import these at once would find them half done
+    import_module("torch._dynamo")  # before its parts: threads that import these at once would find them half done
     from torch._dynamo.callback import callback_handler
 
     if is_watched not in _WATCHED:
@@ -332,10 +333,9 @@ def look_again(since: int, known: Sequence[SkippedCode]) -> None:
             or as many as Dynamo allows.
         known: what is skipped in the model that is called next, and told.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy
+    from torch._C._dynamo import eval_frame
     from torch._dynamo import config
     from torch._dynamo.convert_frame import input_codes
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     skipped = {*(code for _, code in _SKIPS[since:]), *([] if since else map(_code, _failures()))}
     told = {(one.file, one.line, one.name) for one in known}
@@ -343,11 +343,12 @@ def look_again(since: int, known: Sequence[SkippedCode]) -> None:
         code = reference()
         if code is None:
             continue
-        graphs = len(_debug_get_cache_entry_list(code))
+        graphs = len(eval_frame._debug_get_cache_entry_list(code))
         place = code.co_filename, code.co_firstlineno
         is_unsaid = (*place, code.co_name) in skipped and (*place, plain_name(code.co_name)) not in told
-        if is_unsaid or (not since and not 0 < graphs < config.recompile_limit):
-            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+        if is_unsaid or not (since or 0 < graphs < config.recompile_limit):
+            look = eval_frame._FrameAction.DEFAULT  # a reset would end the process if another thread runs the code
+            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(look, look))
 
 
 def _code(record: Any) -> tuple[str, int, str]:
@@ -447,19 +448,22 @@ def holds(code: CodeType | None, file: str, line: int) -> bool:
     return code.co_firstlineno <= line <= max(lines)
 
 
-class Inside(threading.local):
-    """Knows of each thread whether its call is inside of a ``with`` of :meth:`entered`."""
+class _Inside(threading.local):
+    """Knows of each thread the call that decides how the modules run which are called inside of it."""
 
-    is_entered = False
+    call: Any = None
 
     @contextmanager
-    def entered(self) -> Generator[None]:
-        """Be inside."""
-        before, self.is_entered = self.is_entered, True
+    def entered(self, call: Any) -> Generator[None]:
+        """Be inside ``call``."""
+        before, self.call = self.call, call
         try:
             yield
         finally:
-            self.is_entered = before
+            self.call = before
+
+
+INSIDE = _Inside()
 
 
 class InAutocast:
@@ -470,22 +474,14 @@ class InAutocast:
     run twice, in part.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        kind: str,
-        low: torch.dtype,
-        as_own: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, kind: str, low: torch.dtype) -> None:
         self.module, self.name, self.kind, self.low = module, name, kind, low
-        self.as_own = as_own  # lets modules in it run as it calls them, and not converted by themselves
         self.is_float32 = self.is_tried = False
         self._uncaptured = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        with self.as_own():
+        with INSIDE.entered(INSIDE.call or self):
             return self._uncaptured(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -521,7 +517,7 @@ class _NoSparse(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo go on for what is compiled by itself: under other modes it leaves code alone, and that for good."""
+        """Let Dynamo capture what is compiled by itself: under other modes it skips code, and that for good."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
