@@ -25,7 +25,9 @@ from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import HELD, Held, attributes_of, stack_trace
 
@@ -315,10 +317,12 @@ def _traced(
 ) -> tuple[fx.GraphModule, list[Callable[..., Any]]]:
     values = [node.meta.get("example_value", value) for node, value in zip(given, inputs, strict=True)]
     called: list[Callable[..., Any]] = []
+    widened = _cast_by_autocast(module, inputs)
 
     def run(*args: Any) -> tuple[Any, ...]:
         with preserve_node_meta():
-            outputs: Any = _Tracer(flat, called, whole).run(*args)
+            given = (arg.float() if is_cast else arg for arg, is_cast in zip(args, widened, strict=True))
+            outputs: Any = _Tracer(flat, called, whole).run(*given)
         return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
     modes = (cast("Any", value).fake_mode for value in values if isinstance(value, FakeTensor))
@@ -333,4 +337,21 @@ def _traced(
         mode.allow_non_fake_inputs = allowed
     for regions in (replace_set_grad_with_hop_pass, replace_autocast_with_hop_pass):
         traced, _ = regions(traced, None)
+    written = alias_sets(traced.graph) if any(widened) else {}
+    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
+    if any(is_cast and node in written for node, is_cast in zip(placeholders, widened, strict=True)):
+        raise CaptureError("forward writes into a 16-bit input, in a region of torch.autocast around the call")
     return traced, called
+
+
+def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[bool]:
+    """Return which inputs are 16-bit where the parameters are not: a caller's torch.autocast casts both, a graph none.
+
+    In float32 they fit the parameters, and passes decide on the precision. Graphs inside know the dtype that they had.
+    """
+    if any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
+        return [False] * len(inputs)
+    parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
+    is_cast = any(one.dtype == torch.float32 and torch.is_autocast_enabled(one.device.type) for one in parameters)
+    given = (isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) for one in inputs)
+    return [is_cast and is_given and one.dtype in LOW_DTYPES for one, is_given in zip(inputs, given, strict=True)]

@@ -164,6 +164,28 @@ def _of_module(old: Any, new: Any) -> types.FunctionType:
     return either
 
 
+class Shared:
+    """A context that is open from when the first thread enters it until the last has left it.
+
+    Threads that each patched the same function would restore each other's patch.
+    """
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[object]]) -> None:
+        self._opened, self._lock, self._inside, self._stack = opened, threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stack.enter_context(self._opened())
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stack.close()
+
+
 # Register the source of generated code for tracebacks, for as long as the code exists.
 
 

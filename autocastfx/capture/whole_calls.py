@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import patched_here
+from autocastfx.capture.leave_intact import Shared, patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import located
 
@@ -28,14 +28,17 @@ from autocastfx.graph.names import located
 
 
 @contextmanager
-def attention_written_out() -> Generator[None]:
-    """Let torch's attention layers call the operators that lists know, as under torch.compile and in training."""
+def _attention_written_out() -> Generator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+# While open, torch's attention layers call the operators that lists know, as under torch.compile and in training.
+ATTENTION_WRITTEN_OUT = Shared(_attention_written_out)
 
 
 @contextmanager

@@ -70,11 +70,15 @@ def _results(
 ) -> tuple[Tensor, ...]:
     states = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     read = [input, *states, *weights]
-    if differing := {t.dtype for t in read} - {input.dtype}:
+    dtype, differing = input.dtype, {t.dtype for t in read} - {input.dtype}
+    if differing and torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+    elif differing:
         raise RuntimeError(f"a recurrent layer takes one dtype, not {input.dtype} and {differing.pop()}")
     width = states[0].shape[-1] * (2 if bidirectional else 1)
-    output = input.new_empty((*sizes, width))
-    results = (output.transpose(0, 1) if batch_first else output, *map(torch.empty_like, states))
+    output = input.new_empty((*sizes, width), dtype=dtype)
+    last = (torch.empty_like(state, dtype=dtype) for state in states)
+    results = (output.transpose(0, 1) if batch_first else output, *last)
     return tuple(_made_of(t, read) for t in results)
 
 

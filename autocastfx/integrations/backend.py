@@ -41,9 +41,10 @@ from autocastfx.errors import (
     UnsupportedError,
 )
 from autocastfx.graph.cell import table
-from autocastfx.graph.names import located
-from autocastfx.graph.node import Held, copy_graph
+from autocastfx.graph.names import located, op_name
+from autocastfx.graph.node import Held, attributes_of, copy_graph
 from autocastfx.graph.sizes import own_sizes
+from autocastfx.graph.walk import all_nodes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
@@ -238,7 +239,7 @@ class CompileBackend:
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
-        self._is_told = False
+        self._is_told = self._is_told_of_region = False
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._options: dict[str, Any] = {
             "dtype": dtype,
@@ -317,6 +318,7 @@ class CompileBackend:
             return self._compile_unconverted(module, inputs, device, error)
         for graph in graphs:
             _warn_of_fused_layers(graph)
+            self._warn_of_regions(graph)
             self._add(graph)
         return self._compile(converted, inputs, device)
 
@@ -362,6 +364,17 @@ class CompileBackend:
                 count = len(self.graphs)
                 told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
                 warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
+
+    def _warn_of_regions(self, graph: CompiledGraph) -> None:
+        """Say, once, that operators in a region of torch.autocast that is open in the graph stay as they are."""
+        nodes = all_nodes(graph.module.graph, attributes_of(graph.module, graph.module.graph))
+        if not self._is_told_of_region and any(op_name(n) == "wrap_with_autocast" and n.args[2] for n in nodes):
+            self._is_told_of_region = True
+            told = (
+                "forward opens a region of torch.autocast, and what runs in it stays as it is. A trainer opens one "
+                'around all of forward (bf16=True, mixed_precision="bf16"): turn that off to have the model converted.'
+            )
+            warnings.warn(told, UncapturedGraphWarning, stacklevel=3)
 
     def paths(self) -> dict[int, str]:
         """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""

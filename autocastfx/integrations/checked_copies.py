@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
 from autocastfx.errors import CaptureError, UnsupportedError
-from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
 from autocastfx.runtime.module_tree import foreseen
 
@@ -48,24 +43,9 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-@contextmanager
-def converted_copies(model: nn.Module, *backends: Backend) -> Generator[list[nn.Module]]:
-    """Give a copy for each backend that is enabled by it. Afterwards Dynamo keeps none of their graphs.
-
-    All copies, and the model, share a limit of graphs where a graph breaks.
-    """
-    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit * (len(backends) + 1)):
-        from torch._dynamo.convert_frame import input_codes
-
-        try:
-            yield [backend.compile(plain_copy(model)) for backend in backends]
-        finally:
-            for reference in list(input_codes.seen):
-                code = reference()
-                if code is not None and any(
-                    unwrapped(one.backend) in backends for one in _debug_get_cache_entry_list(code)
-                ):
-                    reset_code(code)
+def converted_copies(model: nn.Module, *backends: Backend) -> list[nn.Module]:
+    """Return a copy for each backend that is enabled by it."""
+    return [backend.compile(plain_copy(model)) for backend in backends]
 
 
 def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
@@ -76,8 +56,8 @@ def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
         UnsupportedError: the model cannot be copied.
     """
     modes = [foreseen(model, training=training).modes for training in (True, False)]
-    with converted_copies(model, backend.bare()) as (bare,):
-        compared = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
+    (bare,) = converted_copies(model, backend.bare())
+    compared = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
     if not compared.calls:
         raise CaptureError(f"check= could compare no call: {'; '.join(compared.dropped)}. Give other inputs.")
     if compared.differences:

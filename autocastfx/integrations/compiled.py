@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,7 +25,8 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.capture.call import CallSignature, device_of, sized
 from autocastfx.capture.failure import place, quiet_logs
-from autocastfx.capture.whole_calls import attention_written_out
+from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
@@ -42,30 +42,15 @@ from autocastfx.report.view import source_line
 _CACHED = type(lru_cache(lambda: None))
 
 
-class _Mended:
-    """A context in which Dynamo is mended, until the last of the calls inside it, of any thread, has left it."""
-
-    def __init__(self) -> None:
-        self._lock, self._calls = threading.Lock(), 0
-        self._own: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._calls:
-                self._own = [(owner, name, getattr(owner, name)) for owner, name, _ in _mends()]
-                for owner, name, mended in _mends():
-                    setattr(owner, name, mended)
-            self._calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._calls -= 1
-            if not self._calls:
-                for owner, name, own in self._own:
-                    setattr(owner, name, own)
+@contextmanager
+def _mended() -> Generator[None]:
+    with ExitStack() as stack:
+        for owner, name, mended in _mends():
+            stack.enter_context(patch.object(owner, name, mended))
+        yield
 
 
-MENDED = _Mended()
+MENDED = Shared(_mended)
 
 
 @cache
@@ -77,6 +62,8 @@ def _mends() -> list[tuple[Any, str, Any]]:
     - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
       requires a gradient, so it would trace through the forward alone, and lose the backward.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
+    - What it looks at is noted for the thread in which it does.
+    - The graphs of other models for the same code, as behind a break, do not count.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
@@ -96,7 +83,16 @@ def _mends() -> list[tuple[Any, str, Any]]:
         (convert_frame, "InternalTorchDynamoError", Skipped),
         (AutogradFunctionVariable, "call_apply", call_apply),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
+        (convert_frame, "_compile", skipped.noting(convert_frame._compile)),
+        (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]
+
+
+def _has_many_graphs(size: Any, _: object) -> tuple[bool, str]:
+    asking, limit = sys._getframe(1).f_locals, torch._dynamo.config.recompile_limit  # Dynamo's frame knows who asks
+    backend, entries = skipped.unwrapped(asking["compiler_fn"]), eval_frame._debug_get_cache_entry_list(asking["code"])
+    own = sum(skipped.unwrapped(entry.backend) is backend for entry in entries)
+    return own >= limit and size.will_compilation_exceed_specific_limit(limit), "recompile_limit"
 
 
 def _calling_once(before: Any) -> Any:
@@ -140,23 +136,14 @@ _SWITCH = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # whose wrappers switch
 _MODULE = cast("Any", nn.Module)._call_impl.__code__.co_filename
 
 
-def breaks() -> int:
-    """Return how often a graph has broken in this process."""
-    from torch._dynamo.utils import graph_break_reasons
-
-    return len(graph_break_reasons)
-
-
-def left_since(count: int, model: nn.Module) -> Iterator[skipped.SkippedCode]:
-    """Yield what the breaks in a call of ``model`` since :func:`breaks` was ``count`` leave to Python, uncaptured.
+def left_by(breaks: Sequence[Any], model: nn.Module) -> Iterator[skipped.SkippedCode]:
+    """Yield what breaks of the graph in a call of ``model``, as Dynamo records them, leave to Python, uncaptured.
 
     A module of torch is captured by itself then, through its :func:`caller`. If the graph breaks in it again, the
     modules in it are, and what it computes besides is left. A function in which the graph broke is left if Dynamo has
     not looked at it by itself either: it is a generator, or activation checkpointing calls it.
     """
-    from torch._dynamo.utils import graph_break_reasons
-
-    for one in graph_break_reasons[count:]:
+    for one in breaks:
         stack = [frame for frame in one.user_stack if not _calls_modules(frame.filename)]
         reason = one.reason.partition("\n")[0]
         inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
@@ -321,10 +308,9 @@ class CompiledCall:
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
         self._left: list[skipped.SkippedCode] = []
         self._told: set[str] = set()
-        self._skips = -1  # how often Dynamo had skipped code at the end of the last call
+        self._skips = -1  # how often Dynamo had skipped code when it was last let look again
+        self._seen = skipped.Seen()  # what Dynamo has recorded, and is not told: it records a failure once
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
-        self._inside = skipped.Inside()  # where parts that are called run as the model's own
-        self._insides = [self._inside]  # and that of the model in which this one is a part
         for function in (self._call_part, PartCall.__call__, skipped.InAutocast.__call__):
             skip_code(function.__code__)  # Dynamo looks at what they call
         # Dynamo's code calls this. A program's own ``as_subclass``, captured there, would call it again, without end.
@@ -338,17 +324,17 @@ class CompiledCall:
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
         if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportUnnecessaryComparison]
             return self._run_as_it_is("torch.jit.trace around the call", args, kwargs)
-        if self._skips != skipped.skips():
+        if self._skips != (skips := skipped.skips()):
             skipped.look_again(max(self._skips, 0), self.backend.skipped)
-        before, moment, broken = skipped.tried(), skipped.now(), breaks()
         count, runs = len(self.backend.graphs), self.backend.runs
         if self._is_broken:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._inside.entered())
+                stack.enter_context(skipped.INSIDE.entered(self))
                 stack.enter_context(quiet_logs())
                 stack.enter_context(MENDED)
+                stack.enter_context(skipped.noted(self._seen))
                 for around in self._around:
                     stack.enter_context(around())
                 if not _is_in_backward():
@@ -358,10 +344,12 @@ class CompiledCall:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
-        if skipped.tried() != before:
-            self._see_to([*skipped.skipped_since(moment, self.model), *left_since(broken, self.model)])
-            self._is_broken |= breaks() != broken
-        self._skips = skipped.skips()
+        if (failures := [*self._seen.failures]) or self._seen.breaks:
+            breaks = [*self._seen.breaks]
+            self._is_broken |= bool(breaks)
+            self._see_to([*skipped.skipped_in(failures, self.model), *left_by(breaks, self.model)])
+            del self._seen.failures[: len(failures)], self._seen.breaks[: len(breaks)]
+        self._skips = skipped.skips_before_others(skips)
         if self._left:
             left, self._left = self._left, []
             self._see_to(left)
@@ -384,19 +372,11 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with self._all_own():
+        with skipped.INSIDE.entered(self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
-        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._all_own)
-
-    @contextmanager
-    def _all_own(self) -> Generator[None]:
-        """Let all parts run as they are called, where nothing is captured."""
-        with ExitStack() as stack:
-            for inside in self._insides:
-                stack.enter_context(inside.entered())
-            yield
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low)
 
     def _tell(self, why: str, runs: str) -> None:
         told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
@@ -413,7 +393,7 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         modules = list(self.model.modules())
-        self._around = [attention_written_out] if any(isinstance(m, _FUSED) for m in modules) else []
+        self._around = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, _FUSED) for m in modules) else []
         if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in modules):
             self._around.append(_recurrent_layers_captured)
         for module in modules:
@@ -426,14 +406,15 @@ class CompiledCall:
                 )
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a part: converted if it is called by itself, and as it is if the model calls it.
+        """Call a part: as it is if a model calls it, this one or another, or a tracer, else converted.
 
         In backward it is called to be recomputed, and then runs as it ran last.
         """
-        if self._inside.is_entered:
-            if eval_frame.get_eval_frame_callback() is None and part not in self._looked:
-                self._looked.add(part)
-                self._left += filter(None, [left_by_torch()])
+        if (call := skipped.INSIDE.call) is not None:
+            is_off = isinstance(call, CompiledCall) and eval_frame.get_eval_frame_callback() is None
+            if is_off and part not in call._looked:
+                call._looked.add(part)
+                call._left += filter(None, [left_by_torch()])
             self._alone.discard(part)
             return part._call_impl(*args, **kwargs)
         is_between_graphs = eval_frame.get_eval_frame_callback() not in (None, False)
@@ -443,7 +424,6 @@ class CompiledCall:
         self._alone.add(part)
         if part not in self._parts:
             self._parts[part] = CompiledCall(part, self.backend, self.options)
-            self._parts[part]._insides += self._insides
         return self._parts[part](*args, **kwargs)
 
     @contextmanager
@@ -456,8 +436,8 @@ class CompiledCall:
             UnsupportedError: the model cannot be copied.
         """
         alike = self.backend.like()
-        with converted_copies(self.model, alike, self.backend.bare()) as (ours, bare):
-            yield plain_copy(self.model), ours, bare, alike
+        ours, bare = converted_copies(self.model, alike, self.backend.bare())
+        yield plain_copy(self.model), ours, bare, alike
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autocastfx.capture.leave_intact import is_captured_here
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.compiled import CompiledCall
-from autocastfx.integrations.skipped_code import Inside
+from autocastfx.integrations.skipped_code import INSIDE
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
@@ -166,7 +167,6 @@ class ScriptRun:
         self._left: Counter[tuple[str, str, str]] = Counter()
         self._scalers: list[GradScaler] = []
         self._steps = self._unscaled = 0
-        self.inside = Inside()  # a thread, where the modules that it calls are left alone
 
     @contextmanager
     def active(self) -> Generator[None]:
@@ -199,7 +199,7 @@ class ScriptRun:
         return not (
             torch.compiler.is_compiling()
             or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs of what Dynamo compiles
-            or self.inside.is_entered
+            or INSIDE.call is not None
             or is_captured_here()
             or torch._C._current_graph_task_id() != -1
             or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
@@ -210,7 +210,9 @@ class ScriptRun:
         """Call a module that is not enabled, after enabling it if it is a model."""
         if _is_wrapper(module):  # the model is what it holds
             return module._call_impl(*args, **kwargs)
-        reason = self._why_not(module)
+        reason, name = self._why_not(module), _name(module)
+        if reason is None and (whole := _module_being_made()) is not None:
+            reason, name = "called while it is made", _name(whole)
         if reason is None and any(p.dtype == torch.float32 for p in module.parameters()):
             backend = self.make()
             backend.compile(module)
@@ -219,8 +221,8 @@ class ScriptRun:
                 module._compiled_call_impl = _ScriptCall(self, call)
                 return module(*args, **kwargs)
         elif reason:
-            self._left[_name(module), _caller(), reason] += 1
-        with self.inside.entered():
+            self._left[name, _caller(), reason] += 1
+        with INSIDE.entered(self):
             return module._call_impl(*args, **kwargs)
 
     def _why_not(self, module: nn.Module) -> str | None:
@@ -290,12 +292,18 @@ class _ScriptCall(CompiledCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        if torch.compiler.is_compiling() or (INSIDE.call is not None and eval_frame.get_eval_frame_callback() is None):
+            return self.model._call_impl(*args, **kwargs)
         if not self.run.takes(self.model):
             return super().__call__(*args, **kwargs)
         if _in_autocast(self.model):
             return self.run.first_call(self.model, *args, **kwargs)
-        with self.run.inside.entered():
-            return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.run.takes(part) and _in_autocast(self.model):
+            return self.run.first_call(part, *args, **kwargs)
+        return super()._call_part(part, *args, **kwargs)
 
 
 def _name(model: Any) -> str:
@@ -328,6 +336,18 @@ def _scalers(made: list[GradScaler]) -> tuple[type[GradScaler], type[GradScaler]
             super().__init__("cuda", *args, **kwargs)
 
     return NotedScaler, CudaScaler
+
+
+def _module_being_made() -> nn.Module | None:
+    """Return the module in whose ``__init__`` this thread is: it has not all its parts yet."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        made = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_varnames else None
+        if isinstance(made, nn.Module):
+            return made
+        frame = frame.f_back
+    return None
 
 
 def _caller() -> str:

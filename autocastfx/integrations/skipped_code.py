@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
+from importlib import import_module
 from types import CodeType, FrameType, MethodType
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.capture.failure import place
-from autocastfx.capture.leave_intact import own_thread_state, random_numbers_kept
+from autocastfx.capture.leave_intact import Shared, own_thread_state, random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
 
 # Give float32 for 16 bits in what a module returns, whatever it returns it in.
@@ -75,6 +76,8 @@ def _widened_values(values: Mapping[Any, Any], low: torch.dtype) -> dict[Any, An
     }
 
 
+_HERE = threading.local()  # what a thread does, beside others
+
 # Try the backward of custom autograd functions under torch.autocast, before a training step runs it.
 
 
@@ -86,18 +89,30 @@ def backwards_tried(kind: str) -> Generator[None]:
     and then it is too late to run in float32. So it is tried on copies, with gradients of zero. torch's own functions
     are left out: that of activation checkpointing would run a part of the model again.
     """
+    before, _HERE.kind = getattr(_HERE, "kind", None), kind
+    try:
+        with _TRYING, _NoSparse():
+            yield
+    finally:
+        _HERE.kind = before
+
+
+def _applied_on_trial() -> AbstractContextManager[object]:
     original: Any = Function.__dict__["apply"].__func__
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if not function.__module__.startswith("torch.") and not _cannot_try():
+        kind = getattr(_HERE, "kind", None)  # None: another thread tries
+        if kind is not None and not function.__module__.startswith("torch.") and not _cannot_try():
             any_gradient = not torch.is_grad_enabled()
             with random_numbers_kept(), own_thread_state(), torch.enable_grad():
                 copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=any_gradient), args)
                 _run_backward(original(function, *copies, **kwargs), kind)
         return original(function, *args, **kwargs)
 
-    with patch.object(Function, "apply", classmethod(apply)), _NoSparse():
-        yield
+    return patch.object(Function, "apply", classmethod(apply))
+
+
+_TRYING = Shared(_applied_on_trial)
 
 
 def _cannot_try() -> bool:
@@ -153,16 +168,45 @@ class SkippedCode:
         return f"{self.name} at {self.file}:{self.line} ({self.reason})"
 
 
-def tried() -> int:
-    """Return how many functions Dynamo has tried to capture in this process."""
-    from torch._dynamo.utils import counters
+@dataclass
+class Seen:
+    """Dynamo's records of the code that it has failed at, and of where its graphs broke."""
 
-    return counters["frames"]["total"]
+    failures: list[Any] = field(default_factory=list)
+    breaks: list[Any] = field(default_factory=list)
 
 
-def now() -> int:
-    """Return the time as Dynamo's records have it, in microseconds."""
-    return time.time_ns() // 1000
+@contextmanager
+def noted(seen: Seen) -> Generator[None]:
+    """Add to ``seen`` what Dynamo records of this thread, by :func:`noting`, outside of calls inside."""
+    before, _HERE.seen = getattr(_HERE, "seen", None), seen
+    try:
+        yield
+    finally:
+        _HERE.seen = before
+
+
+def noting(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``capture``, which Dynamo calls in one thread at a time, with its records noted for :func:`noted`."""
+
+    @wraps(capture)
+    def noting_capture(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.utils import graph_break_reasons
+
+        seen = getattr(_HERE, "seen", None) or Seen()
+        moment, broken = time.time_ns() // 1000, len(graph_break_reasons)  # as Dynamo's records have the time
+        try:
+            return capture(*args, **kwargs)
+        finally:
+            _add_new(seen.failures, (one for one in _failures() if (one.start_time_us or 0) >= moment))
+            _add_new(seen.breaks, graph_break_reasons[broken:])
+
+    return noting_capture
+
+
+def _add_new(known: list[Any], records: Iterable[Any]) -> None:
+    """Add records that a capture inside has not added."""
+    known += [one for one in records if all(one is not other for other in known)]
 
 
 def whole(model: nn.Module, reason: str = "there is nothing that it captures") -> SkippedCode:
@@ -205,20 +249,24 @@ def is_caller(call: object) -> bool:
     return isinstance(call, MethodType) and call.__func__.__code__.co_filename == CALLER
 
 
-def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
-    """Return what Dynamo has skipped in a call of ``model`` since ``moment``, a result of :func:`now`."""
-    records = [one for one in _failures() if (one.start_time_us or 0) >= moment]
-    _SKIPS.extend(map(_code, records))
+def skipped_in(records: Sequence[Any], model: nn.Module) -> list[SkippedCode]:
+    """Return what Dynamo has skipped in a call of ``model``, from its records."""
     return [_skipped(one, model) for one in records]
 
 
-# Dynamo skips code for all models of the process once it has failed in one, and says so only then.
-_SKIPS: list[tuple[str, int, str]] = []
+# Dynamo skips code for all models of the process once it has failed in one, and says so only then: threads, and codes.
+_SKIPS: list[tuple[int, tuple[str, int, str]]] = []
 
 
 def skips() -> int:
-    """Return how often Dynamo has skipped code in calls of compiled models, in this process."""
+    """Return how often Dynamo has skipped code in this process."""
     return len(_SKIPS)
+
+
+def skips_before_others(since: int) -> int:
+    """Return the number of :func:`skips` before the first in another thread after ``since``, or of all."""
+    others = (i for i, (thread, _) in enumerate(_SKIPS[since:], since) if thread != threading.get_ident())
+    return next(others, len(_SKIPS))
 
 
 # The backends of which Dynamo is watched, as it gives them no word of what it skips.
@@ -227,6 +275,7 @@ _WATCHED: list[Callable[[object], bool]] = []
 
 def watch(is_watched: Callable[[object], bool]) -> None:
     """Say what Dynamo skips where it captures for a backend of this kind, until ``torch._dynamo.reset``."""
+    import_module("torch._dynamo")  # before its parts: threads that import these at once would find them half done
     from torch._dynamo.callback import callback_handler
 
     if is_watched not in _WATCHED:
@@ -236,7 +285,7 @@ def watch(is_watched: Callable[[object], bool]) -> None:
 
 
 def _tell_of_skip(_: object) -> None:
-    """Warn, if the capture that ends here has failed, for a watched backend, and no error says so."""
+    """Note the capture that ends here, if it has failed, and warn for a watched backend, if no error says so."""
     from torch._dynamo import config
     from torch._dynamo.exc import SkipFrame, Unsupported, UserError
 
@@ -248,9 +297,9 @@ def _tell_of_skip(_: object) -> None:
         frame = frame.f_back
     if frame is None or frame.f_locals.get("one_graph"):
         return
-    backend = unwrapped(frame.f_locals["compiler_fn"])
+    backend, code = unwrapped(frame.f_locals["compiler_fn"]), frame.f_locals["code"]
+    _SKIPS.append((threading.get_ident(), (code.co_filename, code.co_firstlineno, code.co_name)))
     if any(is_watched(backend) for is_watched in _WATCHED):
-        code = frame.f_locals["code"]
         reason = str(error).partition("\n")[0]
         skipped = SkippedCode(plain_name(code.co_name), code.co_filename, code.co_firstlineno, reason)
         told = (
@@ -286,21 +335,22 @@ def look_again(since: int, known: Sequence[SkippedCode]) -> None:
             or as many as Dynamo allows.
         known: what is skipped in the model that is called next, and told.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._C._dynamo import eval_frame
     from torch._dynamo import config
     from torch._dynamo.convert_frame import input_codes
 
-    skipped = {*_SKIPS[since:], *([] if since else map(_code, _failures()))}
+    skipped = {*(code for _, code in _SKIPS[since:]), *([] if since else map(_code, _failures()))}
     told = {(one.file, one.line, one.name) for one in known}
     for reference in list(input_codes.seen):
         code = reference()
         if code is None:
             continue
-        graphs = len(_debug_get_cache_entry_list(code))
+        graphs = len(eval_frame._debug_get_cache_entry_list(code))
         place = code.co_filename, code.co_firstlineno
         is_unsaid = (*place, code.co_name) in skipped and (*place, plain_name(code.co_name)) not in told
-        if is_unsaid or (not since and not 0 < graphs < config.recompile_limit):
-            reset_code(code)
+        if is_unsaid or not (since or 0 < graphs < config.recompile_limit):
+            look = eval_frame._FrameAction.DEFAULT  # a reset would end the process if another thread runs the code
+            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(look, look))
 
 
 def _code(record: Any) -> tuple[str, int, str]:
@@ -400,19 +450,22 @@ def holds(code: CodeType | None, file: str, line: int) -> bool:
     return code.co_firstlineno <= line <= max(lines)
 
 
-class Inside(threading.local):
-    """Knows of each thread whether its call is inside of a ``with`` of :meth:`entered`."""
+class _Inside(threading.local):
+    """Knows of each thread the call that decides how the modules run which are called inside of it."""
 
-    is_entered = False
+    call: Any = None
 
     @contextmanager
-    def entered(self) -> Generator[None]:
-        """Be inside."""
-        before, self.is_entered = self.is_entered, True
+    def entered(self, call: Any) -> Generator[None]:
+        """Be inside ``call``."""
+        before, self.call = self.call, call
         try:
             yield
         finally:
-            self.is_entered = before
+            self.call = before
+
+
+INSIDE = _Inside()
 
 
 class InAutocast:
@@ -423,22 +476,14 @@ class InAutocast:
     run twice, in part.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        kind: str,
-        low: torch.dtype,
-        as_own: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, kind: str, low: torch.dtype) -> None:
         self.module, self.name, self.kind, self.low = module, name, kind, low
-        self.as_own = as_own  # lets modules in it run as it calls them, and not converted by themselves
         self.is_float32 = self.is_tried = False
         self._uncaptured = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        with self.as_own():
+        with INSIDE.entered(INSIDE.call or self):
             return self._uncaptured(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -471,6 +516,11 @@ class _NoSparse(TorchDispatchMode):
     """Fails where an operator takes a sparse tensor: under torch.autocast, only its backward would fail."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo capture what is compiled by itself: under other modes it skips code, and that for good."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -229,13 +230,15 @@ _READS = ("query", "key", "value", "attn_mask")
 def _written_out(node: fx.Node, scale: float) -> fx.Node:
     """The last node of the formula that gives what ``node`` gives, put before it."""
     query, key, values, mask = (argument(node, name) for name in _READS)
+    mode = getattr(tensors(node)[0], "fake_mode", nullcontext())  # for the tensors that operators make of numbers
 
     def op(part: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         name = f"{node.name.replace('scaled_dot_product_', '')}_{part}"
         with node.graph.inserting_before(node):
             made = node.graph.create_node("call_function", target, args, kwargs, name)
         place_like(made, node)
-        set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
+        with mode:
+            set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
         return made
 
     def size(read: fx.Node) -> Any:

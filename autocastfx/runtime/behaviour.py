@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import equal, isolated
-from autocastfx.capture.whole_calls import attention_written_out
+from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.module_tree import set_modes
 
@@ -120,7 +120,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
     """
     own, learns = list({id(m): m for m in (model, call) if isinstance(m, nn.Module)}.values()), trial.learns
     autocast_off = cast("Any", torch._C)._DisableAutocast()
-    with isolated(*own) as changed_ids, autocast_off, attention_written_out():
+    with isolated(*own) as changed_ids, autocast_off, ATTENTION_WRITTEN_OUT:
         for one in own:
             set_modes(_modules(one), trial.modes)
         torch.manual_seed(0)

@@ -133,6 +133,71 @@ print(y.dtype, model(x).dtype)
     assert len(report["models"]) == 1
 
 
+def test_what_is_enabled_outside_of_the_scripts_own_autocast_is_left_alone_inside_of_it(run_script: Run) -> None:
+    """A loop trains in its own region, and validates outside; the modules are not converted one by one there."""
+    text = """
+for _ in range(2):
+    with torch.autocast("cpu", torch.bfloat16):
+        y, part = model(x), model[0](x)
+    with torch.no_grad():
+        model(x)
+    print(y.dtype, part.dtype)
+"""
+    _, out, report = run_script(MODEL + text)
+    assert out == "torch.bfloat16 torch.bfloat16\n" * 2
+    assert [len(one["graphs"]) for one in report["models"]] == [1]
+    assert sum(one["calls"] for one in report["left"]) == 4
+
+
+GROWING = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16)])
+        width = {call}(x).shape[-1]
+        self.layers.append(nn.Sequential(nn.Linear(width, 4), nn.LayerNorm(4)))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+net = Net()
+print(net(x).shape[-1])
+"""
+
+
+@pytest.mark.parametrize("call", ["self", "self.forward"])
+def test_a_model_that_calls_itself_while_it_is_made_is_enabled_once_it_is_made(call: str, run_script: Run) -> None:
+    _, out, report = run_script(GROWING.format(call=call))
+    assert out == "4\n"
+    assert [(one["name"], len(one["graphs"])) for one in report["models"]] == [("Net", 1)]
+    (left,) = report["left"]
+    assert (left["name"], left["reason"], left["calls"]) == ("Net", "called while it is made", 1)
+
+
+def test_a_part_that_was_called_by_itself_runs_as_the_whole_calls_it(run_script: Run) -> None:
+    text = """
+class Net(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.layer, self.inner = nn.Linear(16, 16), inner
+    def forward(self, x):
+        for _ in range(2):
+            x = self.inner(self.layer(x))
+            if x.sum() > 1e9:
+                x = x * 0.5
+        return x
+inner = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+inner(x)
+net = Net(inner)
+for _ in range(3):
+    net(x).sum().backward()
+"""
+    with pytest.warns(UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
+        _, _, report = run_script(text)
+    assert (report["models"][0]["name"], len(report["models"][0]["graphs"])) == ("Sequential", 1)
+    assert report["left"] == []
+
+
 LEFT = {
     "torch.compile(model, backend='eager')(x)": ("Sequential", "the script compiles it"),
     "model.compile(backend='eager'); model(x)": ("Sequential", "the script compiles it"),

@@ -112,6 +112,25 @@ def test_causal_attention_of_any_length(length: int) -> None:
         assert relative_error(found, expected) <= 2 * EPS
 
 
+class Attending(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attend(q, k, v, mask)
+
+
+@pytest.mark.parametrize("mask", [SEEN, BIAS], ids=["bool", "float"])
+def test_it_is_written_out_in_a_graph_of_dynamo_too(mask: Tensor) -> None:
+    """Whose abstract values take no tensor that is not abstract, as the one that an operator makes of a number."""
+    torch.compiler.reset()
+    model = autocastfx.enable(Attending(), dtype="bfloat16", fold="kernel")
+    torch.manual_seed(0)
+    found = model(Q, K, V, mask)
+    torch.manual_seed(0)
+    assert relative_error(found, attend(Q, K, V, mask)) <= 2 * EPS
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert [len(graph.plan.recomposed) if graph.plan else 0 for graph in backend.graphs] == [1]
+
+
 LOWEST = torch.finfo(torch.float32).min
 DEAD = SEEN.clone()
 DEAD[:, :, 3] = False
