@@ -126,6 +126,7 @@ def deep_calls(device: str) -> list[KernelCall]:
         (aten.grid_sampler_2d.default, (image, places[0], 0, 0, False)),
         (aten.grid_sampler.default, (image, places[0], 0, 0, False)),
         (aten.grid_sampler_3d.default, (volume, places[1], 0, 0, False)),
+        *((getattr(aten, op).input, _steps(ones, gates)) for op, gates in _RECURRENT.items()),
         (aten._adaptive_avg_pool2d.default, (image, [800, 800])),
         (aten._adaptive_avg_pool2d.default, (image, [1, 1])),
     ]
@@ -146,6 +147,16 @@ def deep_calls(device: str) -> list[KernelCall]:
     return [KernelCall(function, args, {}) for function, args in given]
 
 
+def _steps(ones: Callable[..., torch.Tensor], gates: tuple[float, ...]) -> tuple[Any, ...]:
+    """400 steps of a recurrent layer whose gates are given by its bias, so that each adds a little to the state."""
+    state, weight = 0 * ones(1, 1, 4), 0 * ones(4 * len(gates), 4)
+    bias = torch.tensor(gates).repeat_interleave(4).to(state.device)
+    weights = weight, torch.eye(4, device=state.device) if len(gates) == 1 else weight
+    states = [state, state] if len(gates) == 4 else state
+    return ones(400, 1, 4), states, [*weights, bias, 0 * bias], True, 1, 0.0, False, False, False
+
+
+_RECURRENT = {"lstm": (4.6, 4.6, 5.0, 5.0), "gru": (0.0, 4.6, 5.0), "rnn_tanh": (0.003,), "rnn_relu": (0.003,)}
 _GATHERED = ((0, (-1, 1), (400, 7)), (1, (1, -1), (5, 400)))
 _POOLED = ("", "_with_indices")
 _LINEAR = {1: "upsample_linear1d", 2: "upsample_bilinear2d", 3: "upsample_trilinear3d"}

@@ -91,9 +91,9 @@ HUGE = 256.0  # 256 + 1 is 256 in bfloat16
 def adds_up_in_16_bits(call: KernelCall, *, backward: bool, deep: bool = False) -> bool:
     """True if the kernel adds numbers up in bfloat16: its result forwards, or the gradients of what it reads.
 
-    It is given 256, 1 and -256 at random, in the place of its first input or of the gradient of its result. Where the float64
-    result is whole numbers, no rounding but that of a sum in between loses a 1. Of a ``deep`` call, in which
-    hundreds of numbers meet, it is given ones as well, of which such a sum forgets all beyond 256.
+    It is given 256, 1 and -256 at random, in the place of its first input or of the gradient of its result. Where the
+    float64 result is whole numbers, no rounding but that of a sum in between loses a 1. A ``deep`` call, in which
+    hundreds of numbers meet, is given ones as well, of which such a sum forgets all beyond 256.
     """
     for pattern in ("signed", "ones") if deep else ("signed",):
         got, wanted = (_given(call, dtype, backward, pattern) for dtype in (torch.bfloat16, torch.float64))

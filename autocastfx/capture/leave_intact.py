@@ -325,7 +325,8 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, tuple[Any, Any]] = {}
     tables = [one for module in model.modules() for name, one in vars(module).items() if name.endswith("_hooks")]
-    queue: deque[tuple[Any, bool]] = deque([(model, True), *((hook, True) for one in tables for hook in one.values())])
+    hooks = (hook for one in tables for hook in (one.values() if isinstance(one, Mapping) else one))
+    queue: deque[tuple[Any, bool]] = deque([(model, True), *((hook, True) for hook in hooks)])
     while queue:
         item, of_module = queue.popleft()
         if id(item) in saved or id(item) in registered or isinstance(item, _NO_STATE):

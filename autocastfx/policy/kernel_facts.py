@@ -25,7 +25,7 @@ PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 # Levels of folding, each with the tables of ops that it uses.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
 
-CONTRIBUTIONS = ("indexed", "windows", "replicated", "reflected", "adaptive", "interpolated", "overlapping")
+CONTRIBUTIONS = ("indexed", "windows", "replicated", "reflected", "adaptive", "interpolated", "overlapping", "steps")
 _WHOLE = ("made", "truth", "counted", "filled", "added", "multiplied", "summed", "moved", "bounded")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.capture.call import CallSignature, CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.leave_intact import keep_source
@@ -179,6 +180,7 @@ def _counting_cast(name: str) -> Callable[[torch.Tensor, torch.dtype, float], to
     def cast_and_count(x: torch.Tensor, dtype: torch.dtype, bound: float) -> torch.Tensor:
         nonlocal is_told, total
         is_recorded = torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
+        is_recorded |= any_torch_dispatch_mode_on_stack()
         if not is_told and is_concrete(x) and not is_recorded and not is_capturing([x]):
             clipped = ((x.detach().abs() > bound) & x.isfinite()).sum(dtype=torch.float32)
             total = clipped if total is None else total + clipped

@@ -22,7 +22,7 @@ def adders(calls: Iterable[KernelCall], *, backward: bool, deep: bool = False) -
     found: set[str] = set()
     for call in calls:
         name = base_name(of_function(call.function))
-        if name not in found and not call.function._schema.is_mutable and not call.is_random:
+        if name not in found and not call.function._schema.is_mutable and (deep or not call.is_random):
             try:
                 adds = adds_up_in_16_bits(call, backward=backward, deep=deep)
             except (

@@ -110,6 +110,12 @@ def _overlapping(node: fx.Node, shape: Shape) -> Any:
     return repeats
 
 
+def _steps(node: fx.Node, shape: Shape) -> Any:
+    """Each step adds to the state that the last one gave."""
+    sizes = argument(node, "batch_sizes")
+    return shape(_read(node))[1 if argument(node, "batch_first") else 0] if sizes is None else shape(sizes)[0]
+
+
 def _ratio(one: Any, other: Any) -> Any:
     return -(-one // other)
 
@@ -122,6 +128,7 @@ _KINDS: Mapping[str, Callable[[fx.Node, Shape], Any]] = {
     "adaptive": _adaptive,
     "interpolated": _interpolated,
     "overlapping": _overlapping,
+    "steps": _steps,
 }
 
 

@@ -5,8 +5,8 @@ What the categories leave free is labelled low or float32. ``allow`` and ``deny`
 between low neighbours. float32 stays float32 until an ``allow`` asks for less: an ``infer`` or a ``promote`` is low
 only if its operands are (torch's own promotion), and so is a ``clear``, but for one that ``allow`` ops alone read. An
 ``infer`` that they alone read may cast a parameter. Neither holds where so many read it that 16 bits could not add up
-their gradients. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to,
-never what came from outside. Ties are float32.
+their gradients. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to, never what came from outside. Ties
+are float32.
 
 A node whose error was measured is free of these rules: bytes and errors choose.
 """
