@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from types import new_class
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from autocastfx.training.grad_scaler import GradScaler
 # Lightning has two names, and a trainer takes plugins of its own alone: the base class is that of all installed ones.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _INSTALLED = [name for name in _NAMES if find_spec(name.partition(".")[0])] or _NAMES
-MixedPrecision: Any = type(
-    "MixedPrecision", tuple(import_module(f"{name}.plugins.precision").MixedPrecision for name in _INSTALLED), {}
+MixedPrecision: Any = new_class(
+    "MixedPrecision", tuple(import_module(f"{name}.plugins.precision").MixedPrecision for name in _INSTALLED)
 )
 
 
