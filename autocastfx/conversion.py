@@ -57,10 +57,13 @@ from autocastfx.policy.saved import rules_of
 from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
+from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant_table import Original
+from autocastfx.runtime.view import AmpView, view
 
 _LOG = logging.getLogger("autocastfx")
+_VIEWS = os.environ.get("AUTOCASTFX_VIEWS") == "1"
 _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 
 
@@ -206,11 +209,19 @@ def convert(
         spec: Any = module._in_spec
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    original = Original(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
-    amp_model = AmpModule(module, signature, original)
+    leaves = converter.op_list.functions()
+    if _VIEWS and weights != "low":
+        amp_model: AmpModule = view(Captures(module, signature), converter, target, leaves)
+    else:
+        original = Original(converter, module, signature, leaves, target, baked, _tell_unmatched)
+        amp_model = AmpModule(module, signature, original)
     done = f"{'converted' if is_given else 'prepared'} {type(module).__name__}"
     with parts(done):
-        if is_given:
+        if isinstance(amp_model, AmpView):
+            if is_given:
+                _bind(signature, module, args, kwargs)
+                amp_model._capture_first(args, kwargs)
+        elif is_given:
             _capture_first(amp_model, _bind(signature, module, args, kwargs))
         else:
             amp_model._mounted.draft(amp_model._modes(), amp_model._held())
@@ -510,7 +521,10 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
     started = time.perf_counter()
     calls, dropped, differing = list[str](), list[str](), list[Difference]()
     bare, took = dict[Sequence[bool], AmpModule | None](), 0.0
-    for trial in trials_of(arguments, list(dict.fromkeys(variant.modes for variant in amp_model.variants))):
+    checked = [variant.modes for variant in amp_model.variants]
+    if isinstance(amp_model, AmpView):
+        checked += [foreseen(module, training=training).modes for training in (True, False)]
+    for trial in trials_of(arguments, list(dict.fromkeys(checked))):
         left = math.inf if spent is None else spent / 4 - (time.perf_counter() - started)
         if calls and left <= took and trial.modes in bare:  # each mode is compared once
             dropped.append(f"{trial.name}: it would take too long")
@@ -548,6 +562,9 @@ def convert_captured(
     for that of its parameters.
     """
     original = amp_model._original
+    if isinstance(amp_model, AmpView):
+        graphs = [one for one in amp_model._captures.graphs if modes is None or one.captured.training == modes]
+        return amp_model._converted_by(converter, graphs, original.device if keeps_device else None)
     captured = [one.captured for one in amp_model.variants if modes is None or one.modes == modes]
     if original.model is None or None in captured:
         return None
@@ -568,7 +585,7 @@ def _refuse_enabled(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         call = module.__dict__.get("_compiled_call_impl")
-        if str(getattr(getattr(call, "__func__", type(call)), "__module__", "")).startswith("autocastfx.integrations"):
+        if str(getattr(getattr(call, "__func__", type(call)), "__module__", "")).startswith("autocastfx."):
             raise UnsupportedError(
                 f"{f'the module {name}' if name else f'this {type(module).__name__}'} is enabled: its calls are "
                 "converted already. Call autocastfx.disable first, with the model that was enabled, or convert a "

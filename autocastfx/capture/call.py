@@ -185,6 +185,10 @@ class CallSignature:
         """
         return _call(self._arguments(args, kwargs))
 
+    def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Do as :meth:`bind`, but take objects of any class, of which the name stands in the structure."""
+        return _call(self._arguments(args, kwargs), takes_all=True)
+
     def takes(self, names: Iterable[object]) -> bool:
         """True if arguments of all these names may be given by keyword."""
         known = {p.name for p in self.parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -255,7 +259,17 @@ def _same(given: Any, default: Any) -> bool:
     return isinstance(given, (int, float, str)) and given == default and bool(given)
 
 
-def _call(arguments: dict[str, Any]) -> Call:
+@dataclass(frozen=True)
+class _Object:
+    """Stands for an object that is no plain value."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def _call(arguments: dict[str, Any], *, takes_all: bool = False) -> Call:
     leaves, spec = pytree.tree_flatten(arguments)
     tensors: list[torch.Tensor] = []
     described: list[tuple[Any, ...]] = []
@@ -267,6 +281,8 @@ def _call(arguments: dict[str, Any]) -> Call:
             described.append(("value", type(leaf), math.nan if leaf != leaf else leaf, math.copysign(1.0, leaf)))
         elif isinstance(leaf, _PLAIN):
             described.append(("value", type(leaf), leaf))
+        elif takes_all:
+            described.append(("value", type(leaf), _Object(type(leaf).__name__)))
         else:
             raise UnsupportedError(_refusal(leaf, leaf_paths(spec)[len(described)]))
     return Call(tuple(tensors), CallStructure(spec, tuple(described)))

@@ -45,16 +45,16 @@ class DynamoGraph:
     """A graph of ATen operators for one graph of Dynamo.
 
     Attributes:
-        graph: takes Dynamo's inputs, except parameters, which ``get_attr`` nodes read; returns a flat tuple.
+        graph: takes Dynamo's inputs, but parameters and buffers, which ``get_attr`` nodes read; returns a flat tuple.
         attributes: constants and sub-graphs, by ``get_attr`` target.
-        parameters: by ``get_attr`` target.
+        tensors: parameters and buffers, by ``get_attr`` target.
         places: the number of each input of Dynamo's graph, by the name of its placeholder or its ``get_attr`` target.
         held: the inputs that the model holds, by the same names.
     """
 
     graph: fx.Graph
     attributes: Mapping[str, Any]
-    parameters: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, torch.Tensor]
     places: Mapping[str, int]
     held: Mapping[str, Held]
 
@@ -65,6 +65,7 @@ def aten_graph(
     whole: Collection[Any],
     paths: Mapping[int, str],
     passed: Sequence[Held | None],
+    arguments: Mapping[int, str] | None = None,
 ) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
 
@@ -76,6 +77,7 @@ def aten_graph(
         paths: of modules, parameters and buffers of the model, by their ``id``. Dynamo knows others by where it found
             them, which is no path behind a break of the graph.
         passed: for a graph inside another, what the other passes to each input that the model holds.
+        arguments: names of the call's tensors by their ``id``; others are named by where Dynamo found them.
 
     Raises:
         CaptureError: a hook comes after a use of its tensor, or a constant has no values.
@@ -87,7 +89,7 @@ def aten_graph(
     _refuse_two_hooks(module)
     traced, called = _traced(module, given, inputs, whole)
     held = passed or [_held(node, value, paths) for node, value in zip(given, inputs, strict=True)]
-    names = _names(given, held)
+    names = _names(given, held, [(arguments or {}).get(id(value), "") for value in inputs])
     attributes: dict[str, Any] = {}
     root = _root(given, inputs, paths)
     for node in traced.graph.nodes:
@@ -98,13 +100,16 @@ def aten_graph(
             graph.erase_node(node)
     drop_settled(graph, attributes)
     _check_constants(attributes)
-    parameters = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, nn.Parameter)}
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.target in parameters:
-            node.op = "get_attr"
-    places = {name: i for i, name in enumerate(names)}
     by_name = {name: one for name, one in zip(names, held, strict=True) if one is not None}
-    return DynamoGraph(graph, attributes, parameters, places, by_name)
+    has_values = {
+        name: one
+        for name, one in zip(names, inputs, strict=True)
+        if isinstance(one, nn.Parameter) or (name in by_name and not isinstance(one, FakeTensor))
+    }
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target in has_values:
+            node.op = "get_attr"
+    return DynamoGraph(graph, attributes, has_values, {name: i for i, name in enumerate(names)}, by_name)
 
 
 def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
@@ -112,7 +117,7 @@ def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[st
 
     Args:
         captured: what was captured.
-        graph: a rewritten copy of ``captured.graph``, which reads parameters by ``get_attr``.
+        graph: a rewritten copy of ``captured.graph``, which reads parameters and buffers by ``get_attr``.
         attributes: the values of its other ``get_attr`` nodes.
     """
     lifted = fx.Graph()
@@ -123,7 +128,7 @@ def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[st
             node.meta[HELD] = captured.held[name]
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and node.target in captured.parameters):
+        if node.op == "placeholder" or (node.op == "get_attr" and node.target in captured.tensors):
             made[node] = inputs[str(node.target)]
             made[node].meta.update(node.meta)
         else:
@@ -187,11 +192,11 @@ def _line(node: fx.Node) -> str:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _names(given: Sequence[fx.Node], held: Sequence[Held | None]) -> list[str]:
-    """Name the inputs as the model does, or by where Dynamo found them."""
+def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Sequence[str]) -> list[str]:
+    """Name the inputs as the model and its signature do, or by where Dynamo found them."""
     names: list[str] = []
-    for node, one in zip(given, held, strict=True):
-        name = one.path if one is not None else _path(_source(node))
+    for node, one, argument in zip(given, held, arguments, strict=True):
+        name = one.path if one is not None else argument or _path(_source(node))
         name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
         name = name or node.name
         while name in names:

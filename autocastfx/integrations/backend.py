@@ -400,8 +400,9 @@ class CompileBackend:
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
         captured = aten_graph(module, inputs, self._whole, self.paths(), [Held.of(node) for node in passed])
-        converter = converter or self._converter_for(captured.parameters.values())
-        made = converter.convert_graph(captured.graph, captured.attributes, captured.parameters, device, mode="train")
+        parameters = [one for one in captured.tensors.values() if isinstance(one, nn.Parameter)]
+        converter = converter or self._converter_for(parameters)
+        made = converter.convert_graph(captured.graph, captured.attributes, captured.tensors, device, mode="train")
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:

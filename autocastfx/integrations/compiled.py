@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache, wraps
+from functools import cache
 from inspect import CO_GENERATOR
 from pathlib import Path
-from traceback import FrameSummary, StackSummary
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any, Protocol, cast
 from unittest.mock import patch
@@ -20,32 +19,39 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
-from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from autocastfx.capture.call import CallSignature, device_of, sized
-from autocastfx.capture.failure import place, quiet_logs
+from autocastfx.capture.call import device_of
+from autocastfx.capture.dynamo import (
+    CALLER,
+    Around,
+    caller,
+    contexts_for,
+    forward_code,
+    holds,
+    is_caller,
+    is_torchs,
+    mends,
+    plain_error,
+)
+from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.leave_intact import Shared
-from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.node import module_path, stack_trace
-from autocastfx.graph.sizes import any_size
 from autocastfx.integrations import skipped_code as skipped
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
 
-# Mend what Dynamo does where it captures a call of ours.
-
-_CACHED = type(lru_cache(lambda: None))
+# Mend what Dynamo does where it captures a call of ours, and note what it looks at.
 
 
 @contextmanager
 def _mended() -> Generator[None]:
     with ExitStack() as stack:
-        for owner, name, mended in _mends():
+        for owner, name, mended in (*mends(), *_mends_behind_breaks()):
             stack.enter_context(patch.object(owner, name, mended))
         yield
 
@@ -54,73 +60,23 @@ MENDED = Shared(_mended)
 
 
 @cache
-def _mends() -> list[tuple[Any, str, Any]]:
-    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+def _mends_behind_breaks() -> list[tuple[Any, str, Any]]:
+    """Return mends, as :func:`mends` does, for where code runs between graphs.
 
     - Dynamo skips the code that it fails at by itself, such as a class whose ``__len__`` raises, from which it makes a
       guard. Its ``suppress_errors`` would hide our errors, and those of the model, too.
-    - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
-      requires a gradient, so it would trace through the forward alone, and lose the backward.
-    - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - What it looks at is noted for the thread in which it does.
-    - The graphs of other models for the same code, as behind a break, do not count.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
-    from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
-
-    call: Any = AutogradFunctionVariable.call_apply
 
     class Skipped(Unsupported, InternalTorchDynamoError):
         """An error inside Dynamo that makes it skip the code."""
 
-    def call_apply(self: Any, *args: Any) -> Any:
-        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
-            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
-        return call(self, *args)
-
     return [
         (convert_frame, "InternalTorchDynamoError", Skipped),
-        (AutogradFunctionVariable, "call_apply", call_apply),
-        (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "_compile", skipped.noting(convert_frame._compile)),
-        (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]
-
-
-def _has_many_graphs(size: Any, _: object) -> tuple[bool, str]:
-    asking, limit = sys._getframe(1).f_locals, torch._dynamo.config.recompile_limit  # Dynamo's frame knows who asks
-    backend, entries = skipped.unwrapped(asking["compiler_fn"]), eval_frame._debug_get_cache_entry_list(asking["code"])
-    own = sum(skipped.unwrapped(entry.backend) is backend for entry in entries)
-    return own >= limit and size.will_compilation_exceed_specific_limit(limit), "recompile_limit"
-
-
-def _calling_once(before: Any) -> Any:
-    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph.
-
-    Such a method has a cache, and runs once for the same arguments: transformers makes them by ``functools.lru_cache``.
-    It is called while the graph is captured, so the message is given as often as it would be. Methods without a cache,
-    arguments that are no constants and results other than None break the graph, as without this.
-    """
-
-    @wraps(before)
-    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        from torch._dynamo.exc import Unsupported
-        from torch._dynamo.variables import ConstantVariable
-
-        try:
-            return before(self, tx, name, args, kwargs)  # which may be told to leave the message out
-        except Unsupported:
-            method = getattr(self.value, name, None)
-            has_cache = isinstance(getattr(method, "__func__", None), _CACHED)
-            if method is None or not has_cache or not all(c.is_python_constant() for c in (*args, *kwargs.values())):
-                raise
-            named = {key: one.as_python_constant() for key, one in kwargs.items()}
-            if method(*(one.as_python_constant() for one in args), **named) is not None:
-                raise
-            return ConstantVariable.create(None)
-
-    return call_method
 
 
 # Find the code of torch that runs in Python behind a break of Dynamo's graph, uncaptured.
@@ -149,7 +105,7 @@ def left_by(breaks: Sequence[Any], model: nn.Module) -> Iterator[skipped.Skipped
         inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
         if _DISABLED in reason:
             # What runs under torch.autocast is excluded, too, and was told of. A model that is, itself, has no stack.
-            if stack and one.user_stack[-1].filename != skipped.CALLER:
+            if stack and one.user_stack[-1].filename != CALLER:
                 yield replace(_code(stack[-1], "it calls a function under torch.compiler.disable"), is_excluded=True)
             continue
         if inner is None:
@@ -209,64 +165,9 @@ def _code(frame: FrameSummary, reason: str) -> skipped.SkippedCode:
     return skipped.SkippedCode(frame.name, frame.filename, frame.lineno or 0, reason)
 
 
-def is_torchs(file: str) -> bool:
-    """True for files whose functions Dynamo captures only as part of what calls them."""
-    from torch._dynamo.trace_rules import check_file
-
-    return bool(check_file(file).skipped)
-
-
 def _calls_modules(file: str) -> bool:
     """True for the code between a module's call and its forward."""
-    return file in (_MODULE, skipped.CALLER)
-
-
-# Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where, or into skipped code.
-
-_CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
-
-
-def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
-    """Return the error to raise in the place of one of Dynamo's; None if that should stay.
-
-    Args:
-        error: raised by a call of ``model`` that Dynamo captured.
-        model: the model.
-        args: the arguments of the call by position.
-        kwargs: its keyword arguments.
-    """
-    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
-
-    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
-        return error.inner_exception
-    if not isinstance(error, TorchRuntimeError):
-        return None
-    cause = _CAUSE.search(str(error))
-    what = cause["said"] if cause is not None else str(error).partition("\n")[0]
-    what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
-    at = [
-        f"at {where}" if (where := _innermost(getattr(error, "real_stack", None))) else "",
-        _called(model, args, kwargs),
-    ]
-    said = ", ".join(filter(None, at))
-    return CaptureError(
-        f"{type(model).__name__} fails: {what}\n{said[:1].upper()}{said[1:]}\nCall the model itself with these inputs, "
-        "after autocastfx.disable(model): if that fails too, mend that. If not, please report it."
-    )
-
-
-def _innermost(stack: StackSummary | None) -> str:
-    """Return the innermost line that is not torch's."""
-    own = [one for one in stack or () if one.filename != skipped.CALLER and not is_torchs(one.filename)]
-    return place(own[-1].filename, own[-1].lineno or 0) if own else ""
-
-
-def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    try:
-        return f"called with {CallSignature.of(model.forward).bind(args, kwargs)}"
-    except (TypeError, UnsupportedError):  # arguments that have no words, as a cache
-        sizes = [sized(one) for one in args if isinstance(one, torch.Tensor)]
-        return f"called with {', '.join(sizes)}, among others" if sizes else ""
+    return file in (_MODULE, CALLER)
 
 
 # The call of a model that is compiled in place: nothing of it runs in float32 without being told.
@@ -299,10 +200,10 @@ class CompiledCall:
         from torch._dynamo.utils import to_subclass
 
         self.model, self.backend, self.options = model, backend, options
-        self.call: Callable[..., Any] = torch.compile(skipped.caller(model), backend=backend, **options)
+        self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
         self._called = self.call  # the one that has run last: what backward recomputes runs as it ran
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
-        self._around: list[Callable[[], AbstractContextManager[None]]] = []
+        self._around: list[Around] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._alone: set[nn.Module] = set()  # parts that were called by themselves last
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
@@ -392,18 +293,13 @@ class CompiledCall:
         Dynamo looks at the functions that Python calls between graphs, but not at torch's: a :func:`caller` is none of
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
-        modules = list(self.model.modules())
-        self._around = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, _FUSED) for m in modules) else []
-        if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in modules):
-            self._around.append(_recurrent_layers_captured)
-        for module in modules:
-            code = skipped.forward_code(module)
+        self._around = contexts_for(self.model, recurrent=self.backend.takes_recurrent_layers)
+        for module in list(self.model.modules()):
+            code = forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
             if is_free and code is not None and type(module).__getstate__ is nn.Module.__getstate__:
                 part = PartCall(module, self._call_part)
-                module._compiled_call_impl = (
-                    skipped.caller(module, self._call_part) if is_torchs(code.co_filename) else part
-                )
+                module._compiled_call_impl = caller(module, self._call_part) if is_torchs(code.co_filename) else part
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a part: as it is if a model calls it, this one or another, or a tracer, else converted.
@@ -447,7 +343,7 @@ class CompiledCall:
         """Give the model's own call back, and those of the modules in it."""
         for module in self.model.modules():
             call = module.__dict__.get("_compiled_call_impl")
-            if isinstance(call, (CompiledCall, skipped.InAutocast, PartCall)) or skipped.is_caller(call):
+            if isinstance(call, (CompiledCall, skipped.InAutocast, PartCall)) or is_caller(call):
                 module._compiled_call_impl = None
 
     def _modules_in_autocast(self) -> set[nn.Module]:
@@ -461,11 +357,11 @@ class CompiledCall:
             return any(part.has_left(graph) for part in self._parts.values())
         modules, known = self._modules_in_autocast(), self.backend.paths()
         paths = {known.get(id(module)) for module in modules}
-        codes = [skipped.forward_code(module) for module in modules]
+        codes = [forward_code(module) for module in modules]
 
         def is_inside(node: fx.Node) -> bool:
             line = source_line(stack_trace(node))
-            is_in_code = line is not None and any(skipped.holds(code, line.path, line.number) for code in codes)
+            is_in_code = line is not None and any(holds(code, line.path, line.number) for code in codes)
             return is_in_code or module_path(node) in paths
 
         planned = {node.name for node in graph.plan.nodes} if graph.plan is not None else set[str]()
@@ -514,24 +410,6 @@ class CompiledCall:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-# In evaluation they run as one operator, which is float32 as its inputs are; under torch.autocast torch avoids it, too.
-_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-@contextmanager
-def _recurrent_layers_captured() -> Generator[None]:
-    """Let Dynamo capture RNN, GRU and LSTM, which it leaves out by default, for any length.
-
-    It calls ``pad_packed_sequence`` as it is, by a rule that torch 2.11 does not have yet.
-    """
-    from torch._dynamo.trace_rules import get_torch_obj_rule_map
-    from torch._dynamo.variables import SkipFunctionVariable
-
-    rule = patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable})
-    with torch._dynamo.config.patch(allow_rnn=True), rule, any_size():
-        yield
 
 
 class PartCall:

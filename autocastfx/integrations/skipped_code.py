@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
-from types import CodeType, FrameType, MethodType
+from types import FrameType, MethodType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autocastfx.capture.dynamo import CALLER, forward_code, holds, unwrapped
 from autocastfx.capture.failure import place
 from autocastfx.capture.leave_intact import Shared, own_thread_state, random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
@@ -216,37 +217,8 @@ def whole(model: nn.Module, reason: str = "there is nothing that it captures") -
     return SkippedCode("forward", file, line, reason)
 
 
-def forward_code(module: nn.Module) -> CodeType | None:
-    """Return the code of the class's ``forward``; None if it is no Python function."""
-    return getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
-
-
-def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> MethodType:
-    """Return a method that calls ``module``, through which Dynamo captures it, even if the module's code is torch's.
-
-    Each has code of its own, because Dynamo limits the graphs for one piece of code: modules would share the limit. A
-    call that Dynamo does not capture goes to ``otherwise``, if given, with the module as the first argument.
-    """
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if otherwise is None or torch.compiler.is_compiling():
-            return self._call_impl(*args, **kwargs)
-        return otherwise(self, *args, **kwargs)
-
-    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
-    return MethodType(called, module)
-
-
-CALLER = caller.__code__.co_filename
-
-
 def no_call() -> None:
     """Return what a module without a call of its own has."""
-
-
-def is_caller(call: object) -> bool:
-    """True for a result of :func:`caller`."""
-    return isinstance(call, MethodType) and call.__func__.__code__.co_filename == CALLER
 
 
 def skipped_in(records: Sequence[Any], model: nn.Module) -> list[SkippedCode]:
@@ -307,13 +279,6 @@ def _tell_of_skip(_: object) -> None:
             "call it. autocastfx.enable(model) runs it under torch.autocast, in 16 bits."
         )
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
-
-
-def unwrapped(backend: Any) -> object:
-    """Return a backend without what torch.compile wraps it in."""
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
-        backend = inner
-    return backend
 
 
 def compiler_is_off() -> str | None:
@@ -440,14 +405,6 @@ def plain_name(name: str) -> str:
 def modules_of(model: nn.Module, skipped: SkippedCode) -> list[nn.Module]:
     """Return the modules of ``model`` whose ``forward`` is the skipped code or holds it."""
     return [module for module in model.modules() if holds(forward_code(module), skipped.file, skipped.line)]
-
-
-def holds(code: CodeType | None, file: str, line: int) -> bool:
-    """Return whether a line of a file is one of ``code``."""
-    if code is None or code.co_filename != file:
-        return False
-    lines = [line for _, _, line in code.co_lines() if line is not None]
-    return code.co_firstlineno <= line <= max(lines)
 
 
 class _Inside(threading.local):

@@ -191,7 +191,7 @@ class Side(NodeRun):
     @torch.inference_mode(False)  # backward cannot use tensors made in inference mode
     def __init__(self, flat: FlatGraph, call: Call, gradients: bool) -> None:
         super().__init__(flat.graph, lambda node: self._held[str(node.target)])
-        self.flat, self.ahead = flat, iter(list(flat.graph.nodes))
+        self.flat, self.call, self.ahead = flat, call, iter(list(flat.graph.nodes))
         self.tape = Tape() if gradients else None
         tensors = {name: one for name, one in flat.held.items() if isinstance(one, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
@@ -355,7 +355,7 @@ class PairedRun:
                 continue
             with random_numbers_kept(), self.modes():
                 given = side.outputs()
-            yield pytree.tree_unflatten(given, self.variant.out_spec)
+            yield self.variant.output(given, side.call.tensors)
 
     @contextmanager
     def modes(self) -> Generator[None]:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import Captured
@@ -175,7 +174,7 @@ class Measuring:
                 if self.of == "output":
                     measured = effects.of_output()
                 elif run.parameters:
-                    output = pytree.tree_unflatten(run.output, captured.out_spec)
+                    output = variant.output(run.output, call.tensors)
                     with derivable():
                         loss = loss_of(output, batch, self.loss_fn)
                     measured = effects.of_gradient(loss)

@@ -15,7 +15,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
 from autocastfx.graph.walk import converted_inside, values_given
-from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
+from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.place_cheaply import CAST
 from autocastfx.passes.classify import Classify
@@ -96,6 +96,10 @@ class Converter(Settings):
             state=captured.state,
             captured=captured,
         )
+
+    def fixed_facts(self, tensor: torch.Tensor) -> tuple[object, ...]:
+        """What decisions may rest on as long as the numbers of a tensor stay that no optimizer changes."""
+        return () if self.as_captured or self.op_list.placement == "follow" else fixed_facts(tensor)
 
     def decide(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Plan:
         """The plan of a call, apart from casts and copies, in half of the time: the graph is not rewritten.

@@ -229,7 +229,7 @@ def _copied(arguments: Arguments) -> Arguments:
 
 def _modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return a model's modules, a converted one's without those of its variants."""
-    return model._own_modules if isinstance(model, AmpModule) else list(model.modules())
+    return list(model._own_modules) if isinstance(model, AmpModule) else list(model.modules())
 
 
 def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behaviour | None = None) -> list[Difference]:
@@ -395,6 +395,8 @@ def compare_calls(
 
 def _shortened(trial: Trial, other: AmpModule) -> Iterator[Trial]:
     """Yield the call with few rows of its batch: those of the arguments that begin with as many as the first tensor."""
+    if not hasattr(other, "_table"):
+        return
     sizes = [len(one) for one in pytree.tree_leaves(trial.arguments) if isinstance(one, torch.Tensor) and one.ndim]
     for rows in (rows for rows in _FEW if sizes and rows < sizes[0]):
 

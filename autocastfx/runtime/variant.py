@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import re
 import sys
 import traceback
 import warnings
@@ -148,21 +149,44 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
     """
     if any(is_opaque(node) for node in graph.nodes):
         return None
-    quick = fx.Graph()
-    read = [node for node in graph.nodes if node.op == "get_attr" and node.target not in kept]
-    made = {node: quick.create_node("placeholder", node.name, name=node.name) for node in read}
+    read = [str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in kept]
+    names = [*dict.fromkeys(f"get_attr {target}" for target in read)]
+    names += [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    return quickened(lift(graph, names)), Reads.of(list(dict.fromkeys(read)))
+
+
+def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
+    """Return a copy of ``graph`` that takes what it reads by ``names``, inputs or attributes, as inputs in this order.
+
+    Other inputs, which nothing reads, are left out.
+    """
+    lifted = fx.Graph()
+    inputs = {name: lifted.create_node("placeholder", name, name=re.sub(r"\W", "_", name)) for name in names}
+    made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node not in made:
-            copied = made[node] = quick.node_copy(node, made.__getitem__)
-            if copied.target is torch.ops.aten.to.dtype and copied.args[1:] in _CASTS and not copied.kwargs:
-                copied.target, copied.args = _CASTS[copied.args[1:]], copied.args[:1]
-            elif copied.target in QUICK and _is_called_alike(copied):
-                copied.target = QUICK[copied.target]
-    count_clipped(quick)
-    _copy_constants(quick)
-    _read_together(quick)
-    _count_together(quick)
-    return quick, Reads.of([str(node.target) for node in read])
+        key = f"{node.op} {node.target}" if f"{node.op} {node.target}" in inputs else str(node.target)
+        if node.op in ("placeholder", "get_attr") and key in inputs:
+            made[node] = inputs[key]
+            made[node].meta.update(node.meta)
+        elif node.op != "placeholder" or node.users:
+            made[node] = lifted.node_copy(node, made.__getitem__)
+    for node in inputs.values():
+        node.target = node.name  # an argument of Python, and no path
+    return lifted
+
+
+def quickened(graph: fx.Graph) -> fx.Graph:
+    """Let a graph, which is for running alone, call functions that take the host less time; returns it."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.to.dtype and node.args[1:] in _CASTS and not node.kwargs:
+            node.target, node.args = _CASTS[node.args[1:]], node.args[:1]
+        elif node.target in QUICK and _is_called_alike(node):
+            node.target = QUICK[node.target]
+    count_clipped(graph)
+    _copy_constants(graph)
+    _read_together(graph)
+    _count_together(graph)
+    return graph
 
 
 def count_clipped(graph: fx.Graph) -> bool:
@@ -389,6 +413,10 @@ class Variant(nn.Module):
         self.prefix = prefix
         self.compile_graph()
 
+    def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the model's output, from the outputs of the graph and the tensors of the call."""
+        return pytree.tree_unflatten(list(outputs), self.out_spec)
+
     def watch(self, model: nn.Module | None) -> None:
         """Check the attributes of ``model``, the original, from now on; with None, count them as unchanged."""
         self.first_broken = self.state.broken(model) if model is not None else self.state.unchanged
@@ -398,7 +426,7 @@ class Variant(nn.Module):
 
         ``forms`` gives the form of each value that the plan keeps for backward.
         """
-        self.code, traced = _compiled(self.graph)
+        self.code, traced = compiled(self.graph)
         self.keeping = self.graph
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
         quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
@@ -406,9 +434,9 @@ class Variant(nn.Module):
             eager, called = traced, quick[0]
             if saved := self.plan.saved:
                 self.keeping = keep_chosen(self.graph, saved, forms)
-                eager = _compiled(self.keeping)[1]
+                eager = compiled(self.keeping)[1]
                 called = keep_chosen(called, saved, forms)
-            self.function = _quick(traced, eager, _compiled(called)[1], quick[1], tells=bool(saved))
+            self.function = _quick(traced, eager, compiled(called)[1], quick[1], tells=bool(saved))
         else:
             self.function = traced
 
@@ -447,7 +475,7 @@ class Variant(nn.Module):
         return (_restore, (data_of(self.graph, places), attributes, fields))
 
 
-def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
+def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     """Generate the code of ``graph`` and its flat function; tracebacks show the source."""
     for_others = graph._codegen
     graph.set_codegen(CodeGen())

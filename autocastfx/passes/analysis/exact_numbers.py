@@ -289,6 +289,20 @@ class HeldValues:
         return {name: measured.largest for name, measured in self.magnitudes.items()}
 
 
+def fixed_facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what decisions may rest on as long as the numbers of a tensor stay; nothing for other tensors.
+
+    That is its number, if it has one alone; whether it holds whole numbers, and up to which; whether it is a mask, or
+    the weights of a stencil or an average.
+    """
+    if not is_here(tensor) or not (tensor.is_floating_point() or tensor.numel() == 1):
+        return ()
+    number = tensor.item() if tensor.numel() == 1 else None
+    whole, rows = largest_whole(tensor), [_rows_add_up_to(total, tensor) for total in (0.0, 1.0)]
+    is_mask = holds_one_number(tensor)
+    return (number, whole, is_mask, *rows) if number is not None or whole is not None or is_mask or any(rows) else ()
+
+
 def _rows_add_up_to(total: float, tensor: torch.Tensor) -> bool:
     """True for the weights of a stencil (zero), or of an average (one)."""
     if tensor.ndim < 2 or tensor.numel() <= tensor.shape[0] or tensor.dtype != torch.float32:

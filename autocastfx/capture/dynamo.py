@@ -1,0 +1,291 @@
+"""Compile a function by Dynamo in one graph for each set of guards, and mend what Dynamo does while it captures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, lru_cache, wraps
+from traceback import StackSummary
+from types import CodeType, MethodType
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_packed_sequence
+
+from autocastfx.capture.call import CallSignature, sized
+from autocastfx.capture.failure import place, quiet_logs
+from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
+from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
+from autocastfx.graph.sizes import any_size
+
+Around = Callable[[], AbstractContextManager[object]]
+# In evaluation they run as one operator, which is float32 as its inputs are; under torch.autocast torch avoids it, too.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., Any], around: Sequence[Around]) -> Any:
+    """Return ``function``, whose calls run what ``backend`` makes of its graph; captured anew where guards fail.
+
+    Args:
+        function: with code of its own, as Dynamo keeps graphs by code.
+        backend: takes Dynamo's graph and its inputs.
+        around: contexts that are open while Dynamo captures, and not in other calls.
+    """
+    from torch._dynamo.eval_frame import optimize
+
+    context: Any = optimize(backend=backend, nopython=True)
+    context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, *around))
+    return context(function)
+
+
+class _Capturing:
+    """Dynamo's callback for code without a graph that fits, in contexts."""
+
+    def __init__(self, callback: Any, around: Sequence[Around]) -> None:
+        self._torchdynamo_orig_backend = callback  # by this name Dynamo finds the backend inside
+        self._around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo makes one
+            for context in self._around:
+                stack.enter_context(context())
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torchdynamo_orig_backend, name)
+
+
+# Mend what Dynamo does where it captures a call of ours.
+
+_CACHED = type(lru_cache(lambda: None))
+
+
+@contextmanager
+def _mended() -> Generator[None]:
+    with ExitStack() as stack:
+        for owner, name, mended in mends():
+            stack.enter_context(patch.object(owner, name, mended))
+        yield
+
+
+MENDED = Shared(_mended)
+
+
+@cache
+def mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
+      requires a gradient, so it would trace through the forward alone, and lose the backward.
+    - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
+    - The graphs of other models for the same code, as behind a break, do not count.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
+
+    call: Any = AutogradFunctionVariable.call_apply
+
+    def call_apply(self: Any, *args: Any) -> Any:
+        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
+            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
+        return call(self, *args)
+
+    return [
+        (AutogradFunctionVariable, "call_apply", call_apply),
+        (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
+        (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
+    ]
+
+
+def _has_many_graphs(size: Any, _: object) -> tuple[bool, str]:
+    from torch._C._dynamo import eval_frame
+
+    asking, limit = sys._getframe(1).f_locals, torch._dynamo.config.recompile_limit  # Dynamo's frame knows who asks
+    backend, entries = unwrapped(asking["compiler_fn"]), eval_frame._debug_get_cache_entry_list(asking["code"])
+    own = sum(unwrapped(entry.backend) is backend for entry in entries)
+    return own >= limit and size.will_compilation_exceed_specific_limit(limit), "recompile_limit"
+
+
+def unwrapped(backend: Any) -> object:
+    """Return a backend without what torch.compile wraps it in."""
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
+        backend = inner
+    return backend
+
+
+def _calling_once(before: Any) -> Any:
+    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph.
+
+    Such a method has a cache, and runs once for the same arguments: transformers makes them by ``functools.lru_cache``.
+    It is called while the graph is captured, so the message is given as often as it would be. Methods without a cache,
+    arguments that are no constants and results other than None break the graph, as without this.
+    """
+
+    @wraps(before)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.variables import ConstantVariable
+
+        try:
+            return before(self, tx, name, args, kwargs)  # which may be told to leave the message out
+        except Unsupported:
+            method = getattr(self.value, name, None)
+            has_cache = isinstance(getattr(method, "__func__", None), _CACHED)
+            if method is None or not has_cache or not all(c.is_python_constant() for c in (*args, *kwargs.values())):
+                raise
+            named = {key: one.as_python_constant() for key, one in kwargs.items()}
+            if method(*(one.as_python_constant() for one in args), **named) is not None:
+                raise
+            return ConstantVariable.create(None)
+
+    return call_method
+
+
+@contextmanager
+def recurrent_layers_captured() -> Generator[None]:
+    """Let Dynamo capture RNN, GRU and LSTM, which it leaves out by default, for any length.
+
+    It calls ``pad_packed_sequence`` as it is, by a rule that torch 2.11 does not have yet.
+    """
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import SkipFunctionVariable
+
+    rule = patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable})
+    with torch._dynamo.config.patch(allow_rnn=True), rule, any_size():
+        yield
+
+
+def contexts_for(model: nn.Module, *, recurrent: bool = True) -> list[Around]:
+    """Return the contexts in which a model is captured and called, by the layers that are in it."""
+    modules = list(model.modules())
+    around: list[Around] = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, FUSED) for m in modules) else []
+    if recurrent and any(isinstance(m, nn.RNNBase) for m in modules):
+        around.append(recurrent_layers_captured)
+    return around
+
+
+# A method through which Dynamo captures the call of a module.
+
+
+def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> MethodType:
+    """Return a method that calls ``module``, through which Dynamo captures it, even if the module's code is torch's.
+
+    Each has code of its own, because Dynamo limits the graphs for one piece of code: modules would share the limit. A
+    call that Dynamo does not capture goes to ``otherwise``, if given, with the module as the first argument.
+    """
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if otherwise is None or torch.compiler.is_compiling():
+            return self._call_impl(*args, **kwargs)
+        return otherwise(self, *args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
+    return MethodType(called, module)
+
+
+CALLER = caller.__code__.co_filename
+
+
+def is_caller(call: object) -> bool:
+    """True for a result of :func:`caller`."""
+    return isinstance(call, MethodType) and call.__func__.__code__.co_filename == CALLER
+
+
+def forward_code(module: nn.Module) -> CodeType | None:
+    """Return the code of the class's ``forward``; None if it is no Python function."""
+    return getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
+
+
+def holds(code: CodeType | None, file: str, line: int) -> bool:
+    """Return whether a line of a file is one of ``code``."""
+    if code is None or code.co_filename != file:
+        return False
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return code.co_firstlineno <= line <= max(lines)
+
+
+def is_torchs(file: str) -> bool:
+    """True for files whose functions Dynamo captures only as part of what calls them."""
+    from torch._dynamo.trace_rules import check_file
+
+    return bool(check_file(file).skipped)
+
+
+# Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where.
+
+_CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
+_IN_PLACE = "convert in place, with autocastfx.enable, which goes on behind such code"
+
+
+def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """Return the error to raise in the place of one of Dynamo's; None if that should stay.
+
+    Args:
+        error: raised by a call of ``model`` that Dynamo captured.
+        model: the model.
+        args: the arguments of the call by position.
+        kwargs: its keyword arguments.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
+
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
+        return error.inner_exception
+    if not isinstance(error, (TorchRuntimeError, Unsupported, UserError)):
+        return None
+    where, called = _innermost(error, model), _called(model, args, kwargs)
+    at = ", ".join(filter(None, (where, called)))
+    at = f"{at[:1].upper()}{at[1:]}"
+    if isinstance(error, TorchRuntimeError):
+        cause = _CAUSE.search(str(error))
+        what = cause["said"] if cause is not None else str(error).partition("\n")[0]
+        what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
+        return CaptureError(
+            f"{type(model).__name__} fails: {what}\n{at}\nCall the model itself with these inputs, "
+            "after autocastfx.disable(model): if that fails too, mend that. If not, please report it."
+        )
+    mode = "train" if model.training else "eval"
+    what = str(error).strip().partition("\n")[0]
+    raised = CaptureError(
+        f"{type(model).__name__} cannot be captured in {mode} mode, in one graph: {what}\n{at}\n{_advice(str(error))}"
+    )
+    raised.__context__, raised.__suppress_context__ = error, True
+    return raised
+
+
+def _advice(said: str) -> str:
+    if "data-dependent" in said.lower() or ".item()" in said or "numpy" in said:
+        return (
+            "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
+            f"torch.cond or torch's own functions there, convert the submodules apart, or {_IN_PLACE}."
+        )
+    return f"Write this line so that one graph holds it, convert the submodules apart, or {_IN_PLACE}."
+
+
+def _innermost(error: Any, model: nn.Module) -> str:
+    """Return the innermost line that is not torch's, and the module in whose forward it is."""
+    stack: StackSummary | None = getattr(error, "real_stack", None)
+    own = [one for one in stack or () if one.filename != CALLER and not is_torchs(one.filename)]
+    if not own:
+        return ""
+    lines = [(one.filename, one.lineno or 0) for one in reversed(own)]
+    named = list(model.named_modules())
+    inside = [(name, m) for at in lines for name, m in named if name and holds(forward_code(m), *at)]
+    module = f", in module {inside[0][0]!r} ({type(inside[0][1]).__name__})" if inside else ""
+    return f"at {place(*lines[0])}{module}"
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    try:
+        return f"called with {CallSignature.of(model.forward).bind(args, kwargs)}"
+    except (TypeError, UnsupportedError):  # arguments that have no words, as a cache
+        sizes = [sized(one) for one in args if isinstance(one, torch.Tensor)]
+        return f"called with {', '.join(sizes)}, among others" if sizes else ""

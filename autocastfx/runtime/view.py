@@ -1,0 +1,559 @@
+"""The converted model as a view of the model: the model's own state, called through what Dynamo captures of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import update_wrapper
+from types import FunctionType, MethodType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.dynamo import plain_error
+from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
+from autocastfx.capture.progress import stage
+from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
+from autocastfx.graph.node import NodeRun, attribute
+from autocastfx.plan.plan import Precision
+from autocastfx.plan.ranges import mode_of
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.captures import NOW, CapturedGraph, Captures
+from autocastfx.runtime.module_tree import signed_forward
+from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
+from autocastfx.runtime.variant import Variant, compiled, lift, quickened
+from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
+
+_C: Any = torch._C
+_TABLE = "_variants"
+
+
+class DynamoVariant(Variant):
+    """A converted graph of Dynamo's: its function takes the owner, the working copies, and Dynamo's inputs."""
+
+    def __init__(self, graph: CapturedGraph, made: Any) -> None:
+        captured = graph.captured
+        super().__init__(
+            graph=made.graph,
+            attributes=made.attributes,
+            plan=made.plan,
+            out_spec=captured.out_spec,
+            structure=captured.structure,
+            guard=captured.guard,
+            modes=captured.training,
+            device=captured.device,
+            state=captured.state,
+            captured=captured,
+        )
+        self.places, self.results = graph.places, graph.results
+        self.fixed: Sequence[FixedTensor] = ()
+
+    def mount(self, prefix: str, signature: CallSignature) -> None:
+        """Read constants from ``prefix``, the path of this variant in its owner, and compile."""
+        super().mount(prefix, signature)
+        self.graph.set_codegen(CodeGen())
+
+    def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the model's output, from the outputs of the graph and the tensors of the call."""
+        return self.results.output(outputs, tensors)
+
+    def compile_graph(self, forms: Forms = planned_form) -> None:
+        """Generate ``code`` and ``function(owner, copies, *inputs)`` from the present graph."""
+        self.code, _ = compiled(self.graph)
+        self.keeping = self.graph
+        constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
+        called = quickened(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+        if saved := self.plan.saved:
+            self.keeping = keep_chosen(self.graph, saved, forms)
+            called = keep_chosen(called, saved, forms)
+        _, function = compiled(called)
+        held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
+
+        def run(owner: nn.Module, copies: WorkingCopies | None, *inputs: Any) -> tuple[Any, ...]:
+            return function(owner, copies, *inputs, *held)
+
+        self.function = run if held else function
+
+
+@dataclass(frozen=True)
+class FixedTensor:
+    """A tensor that no optimizer changes, and on whose numbers decisions rest.
+
+    Attributes:
+        place: the number of Dynamo's input.
+        tensor: it, if it is still there.
+        version: how often it had been written into.
+        facts: what decisions rest on.
+    """
+
+    place: int
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    facts: tuple[object, ...]
+
+    @classmethod
+    def of(cls, place: int, tensor: torch.Tensor, facts: tuple[object, ...]) -> FixedTensor:
+        """Note the tensor as it is now."""
+        return cls(place, weakref.ref(tensor), _version(tensor), facts)
+
+    def is_as_before(self, inputs: Sequence[Any]) -> bool:
+        """True if it is the same tensor, and nothing was written into it."""
+        now = inputs[self.place]
+        return self.tensor() is now and _version(now) == self.version
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What tools ask of the model that a converted model was made from."""
+
+    converter: Any
+    model: nn.Module
+    signature: CallSignature
+    leaves: tuple[str, ...]
+    device: torch.device | None
+    baked: bool = False
+    is_low: bool = False
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__
+
+
+class _Probed(BaseException):
+    """Ends a call when the graph is known that it would run."""
+
+
+_KINDS: WeakKeyDictionary[type[nn.Module], type[AmpView]] = WeakKeyDictionary()  # by the class of the model
+
+
+class AmpView(AmpModule):
+    """A converted model, which is a view of the model: all state is the model's own."""
+
+    def __new__(
+        cls, captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]
+    ) -> AmpView:
+        """Make no class for each instance, as GraphModule does: models of one class can stack then."""
+        return object.__new__(cls)
+
+    def __init__(
+        self, captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]
+    ) -> None:
+        model = captures.model
+        origin = Origin(converter, model, captures.signature, leaves, device)
+        self.__dict__.update(
+            _model=model,
+            _captures=captures,
+            _original=origin,
+            _signature=captures.signature,
+            _observers=(),
+            _made={},
+            _variants=nn.ModuleList(),
+            _parts={},
+            _lineno_map={},
+        )
+        self.__dict__["_autocastfx_copies"] = WorkingCopies(self)
+        self.__dict__["forward"] = MethodType(signed_forward(captures.signature), self)
+
+    @property
+    def _converter(self) -> Any:
+        return self._original.converter
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, by the converted graph that fits."""
+        return self.forward(*args, **kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        now = NOW
+        before = now.runs, now.args, now.kwargs
+        now.runs, now.args, now.kwargs = self, args, kwargs
+        try:
+            result = self._captures.call(*args, **kwargs)
+        except RuntimeError as error:
+            if (plain := plain_error(error, self._model, args, kwargs)) is None:
+                raise
+            raise plain from None
+        finally:
+            now.runs, now.args, now.kwargs = before
+        if now.last is not None:
+            self._note_results(result, args, kwargs)
+        return result
+
+    def _note_results(self, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Learn where the model's output is among those of the graph that has just run for the first time."""
+        last, NOW.last = NOW.last, None
+        if last is not None:
+            graph, _, outputs = last
+            graph.results.note(result, outputs, self._signature.describe(args, kwargs).tensors)
+
+    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """Run a captured graph as this model converts it."""
+        variant = self._made.get(graph) or self._convert(graph)
+        if variant.fixed and not all(fixed.is_as_before(inputs) for fixed in variant.fixed):
+            variant = self._look_again(graph, variant, inputs)
+        copies = self._autocastfx_copies.fresh()
+        if self._observers:
+            outputs = self._run_observed(variant, inputs)
+        elif variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
+            with torch.autocast(variant.autocast, enabled=False):
+                outputs = variant.function(self, copies, *inputs)
+        else:
+            outputs = variant.function(self, copies, *inputs)
+        if graph.results.spec is None:
+            NOW.last = graph, inputs, outputs
+        return outputs
+
+    def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
+        values = dict(zip(variant.places, inputs, strict=True))
+        nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
+
+        def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
+            if node.name in nodes:
+                result = value[0] if f"{node.name}_result" in map(str, node.users) else value
+                for observe in self._observers:
+                    observe(nodes[node.name], result, read)
+
+        def given(node: fx.Node) -> Any:
+            name = str(node.target)
+            return values[name] if name in values else attribute(self, name)
+
+        run = NodeRun(variant.keeping, given, show)
+        tensors = [values.get(str(node.target)) for node in variant.keeping.find_nodes(op="placeholder")]
+        return run.run(*tensors, enable_io_processing=False)
+
+    def _look_again(self, graph: CapturedGraph, variant: DynamoVariant, inputs: Sequence[Any]) -> DynamoVariant:
+        """Convert again if decisions rest on numbers that have changed: now on none of the tensors that hold them."""
+        facts_of, changed = self._converter.fixed_facts, set[str]()
+        now: list[FixedTensor] = []
+        for fixed in variant.fixed:
+            tensor = inputs[fixed.place]
+            facts = fixed.facts if fixed.is_as_before(inputs) else facts_of(tensor)
+            if facts == fixed.facts:
+                now.append(FixedTensor.of(fixed.place, tensor, facts))
+            else:
+                changed.add(graph.places[fixed.place])
+        variant.fixed = now
+        if not changed:
+            return variant
+        graph.varying |= changed
+        return self._convert(graph)
+
+    def _convert(self, graph: CapturedGraph) -> DynamoVariant:
+        converter, captured = self._converter, graph.captured
+        held = {name: tensor for name, tensor in self._held().items() if name in graph.held}
+        held = {**graph.held, **held}
+        tensors = {name: torch.empty_like(t, device="meta") if name in graph.varying else t for name, t in held.items()}
+        device = self._original.device or captured.device
+        working = stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}", "passes")
+        with own_thread_state(), garbage_left(), working:
+            made = converter.convert_graph(
+                *(captured.graph, captured.attributes, tensors, device), mode=mode_of(captured.training)
+            )
+            variant = DynamoVariant(graph, made)
+            before = self._made.get(graph)
+            number = len(self._variants) if before is None else list(self._variants).index(before)
+            variant.mount(f"{_TABLE}.{number}", self._signature)
+        places = {name: i for i, name in enumerate(graph.places)}
+        fixed = ((n, t) for n, t in held.items() if n in places and n not in graph.varying and not t.requires_grad)
+        with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)
+        variant.fixed = [FixedTensor.of(places[n], t, facts) for n, t, facts in with_facts if facts]
+        self._variants.add_module(str(number), variant)
+        self._made[graph] = variant
+        return variant
+
+    def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
+        """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
+        probe = _Probe()
+        now = NOW
+        before = now.runs, now.args, now.kwargs
+        now.runs, now.args, now.kwargs = probe, args, kwargs
+        try:
+            self._captures.call(*args, **kwargs)
+        except _Probed:
+            pass
+        except RuntimeError as error:
+            if (plain := plain_error(error, self._model, args, kwargs)) is None:
+                raise
+            raise plain from None
+        finally:
+            now.runs, now.args, now.kwargs = before
+        if probe.graph is None:
+            raise VariantError("the call runs no graph: its results do not depend on tensors")
+        return probe.graph
+
+    def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+        self._signature.bind(args, kwargs)
+        graph = self._probe(tuple(args), kwargs)
+        variant = self._made.get(graph) or self._convert(graph)
+        if graph.results.spec is None:
+            with isolated(self._model), torch.no_grad():
+                self._run(tuple(args), kwargs)
+        return variant
+
+    def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Capture and convert the graph of a call, which does nothing else."""
+        self._convert(self._probe(args, kwargs))
+
+    def _converted_by(self, converter: Any, graphs: Sequence[CapturedGraph], device: torch.device | None) -> AmpView:
+        """Return what converts otherwise what is captured for this model, ``graphs`` at once."""
+        again = view(self._captures, converter, device, self._original.leaves)
+        for graph in graphs:
+            again._convert(graph)
+        return again
+
+    # ---- what tools look at ------------------------------------------------------------------------------------------
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All captured variants, in the order of capture."""
+        return tuple(cast("list[Variant]", self._variants))
+
+    @property
+    def _shown(self) -> tuple[Variant, ...]:
+        return self.variants
+
+    @property
+    def _active(self) -> Variant:
+        modes = self._modes()
+        shown = self.variants
+        active = next((v for v in shown if v.modes == modes), next(iter(shown), None))
+        if active is None:
+            raise NotCapturedError("there is no graph to show before the first call: call the model once.")
+        return active
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._model.modules())
+
+    @property
+    def _own_modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._model.modules())
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        model = self._model
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return dict(named)
+
+    @property
+    def _graph(self) -> fx.Graph:
+        return self._active.graph
+
+    @_graph.setter
+    def _graph(self, graph: fx.Graph) -> None:
+        self._active.graph = graph
+
+    def recompile(self) -> Any:
+        """Make the shown variant run its graph as it now is."""
+        if self._variants:
+            self._active.compile_graph()
+
+    def __repr__(self) -> str:
+        """Describe the conversion in two lines."""
+        if not self._variants:
+            return f"AmpModule of {self._original.class_name}, captured at its first call"
+        variant = self._active
+        plan, runs = variant.plan, Counter(node.placement.run for node in variant.plan.nodes)
+        counts = ", ".join(f"{runs[p]} {p}" for p in Precision if runs[p])
+        return (
+            f"AmpModule of {self._original.class_name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
+            f"  {variant.mode} mode, 1 of {len(self._shown)} variants: {counts}; {len(plan.casts)} casts"
+        )
+
+    # ---- the model's own state and methods ---------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__["_model"]
+        value = getattr(model, name)
+        if isinstance(value, nn.Module):
+            return self._view_of(value)
+        if isinstance(value, MethodType) and value.__self__ is model and not name.startswith("__"):
+            return _Method(self, value)
+        return value
+
+    def _view_of(self, part: nn.Module) -> Any:
+        """Return a view of a module in the model; the same one each time."""
+        if part is self._model:
+            return self
+        if isinstance(part, AmpView):
+            return part
+        parts = self._parts
+        if part not in parts:
+            parts[part] = self._like(Captures(part, CallSignature.of(part.forward), self._captures._whole, self._model))
+        return parts[part]
+
+    def _like(self, captures: Captures) -> AmpView:
+        origin = self._original
+        return view(captures, origin.converter, origin.device, origin.leaves)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name in self.__dict__ or isinstance(getattr(AmpView, name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._model, name, value._model if isinstance(value, AmpView) else value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._model)})
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._wrapped(one) for one in self._model)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._wrapped(self._model[index])
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._model
+
+    def _wrapped(self, value: Any) -> Any:
+        return self._view_of(value) if isinstance(value, nn.Module) else value
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the model's module at a path; or a graph, which nodes read their constants from."""
+        if target == _TABLE or target.startswith(f"{_TABLE}."):
+            return self._variants.get_submodule(target.removeprefix(_TABLE).removeprefix("."))
+        return self._model.get_submodule(target)
+
+    def refresh_weights(self) -> None:
+        """Make the 16-bit working copies anew."""
+        self._autocastfx_copies.expire()
+        self._autocastfx_copies.fresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpView:
+        model = copy.deepcopy(self._model, memo)
+        made = self._like(Captures(model, self._signature, self._captures._whole))
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> AmpView:
+        return self._like(Captures(copy.copy(self._model), self._signature, self._captures._whole))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        origin = self._original
+        return _restored, (self._model, origin.converter, origin.device, origin.leaves)
+
+
+class _Probe:
+    """Takes the graph that a call would run, and ends the call."""
+
+    graph: CapturedGraph | None = None
+
+    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """End the call."""
+        self.graph = graph
+        raise _Probed
+
+
+class _Method:
+    """A method of the model. While it runs, calls of the model and of its parts in this thread are converted."""
+
+    def __init__(self, owner: AmpView, method: MethodType) -> None:
+        update_wrapper(self, method)
+        self._owner, self._method = owner, method
+        self.__func__, self.__self__ = method.__func__, owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method with the model as its object, so that it may call ``super()``.
+
+        Raises:
+            UnsupportedError: it is a generator, which would run when this call has ended.
+        """
+        owner, function = self._owner, self.__func__
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise UnsupportedError(
+                f"{owner._original.class_name}.{function.__name__} is a generator, and what it runs later would run in "
+                "float32. Convert in place, with autocastfx.enable."
+            )
+        with _converted_inside(owner):
+            return owner._wrapped(self._method(*args, **kwargs))
+
+
+@contextmanager
+def _converted_inside(owner: AmpView) -> Generator[None]:
+    """While open, calls of the model and of its modules in this thread are calls of their views."""
+    thread = threading.get_ident()
+    taken = [m for m in owner._model.modules() if m.__dict__.get("_compiled_call_impl") is None]
+    for module in taken:
+        module.__dict__["_compiled_call_impl"] = _InsideCall(owner, module, thread)
+    try:
+        yield
+    finally:
+        for module in taken:
+            module.__dict__.pop("_compiled_call_impl", None)
+
+
+class _InsideCall:
+    """The call of a module while a method of a converted model runs."""
+
+    def __init__(self, owner: AmpView, module: Any, thread: int) -> None:
+        self.owner, self.module, self.thread = owner, module, thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's view, but inside of a graph and in other threads the module."""
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return self.module._call_impl(*args, **kwargs)
+        return self.owner._view_of(self.module)(*args, **kwargs)
+
+
+def view(captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
+    """Return a converted model that captures by ``captures`` and converts by ``converter``."""
+    kind = type(captures.model)
+    if kind not in _KINDS:
+        _KINDS[kind] = type(AmpModule.__name__, (AmpView,), {"__module__": AmpModule.__module__})
+    return _KINDS[kind](captures, converter, device, leaves)
+
+
+def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
+    return view(Captures(model, CallSignature.of(model.forward)), converter, device, leaves)
+
+
+_OWN = frozenset({"forward", "_observers", "_graph", "graph"})
+_TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")
+# What the view does by itself; all other methods of nn.Module are the model's.
+_BY_ITSELF = ("__init__", "__call__", "_call_impl", "_wrapped_call_impl", "forward", "__repr__", "_apply", "__dir__")
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: AmpView, *args: Any, **kwargs: Any) -> Any:
+        returned = getattr(self._model, name)(*args, **kwargs)
+        return self if returned is self._model else returned
+
+    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
+    return method
+
+
+def _of_model(name: str) -> property:
+    def put(self: AmpView, value: Any) -> None:
+        self._model.__dict__[name] = value
+
+    return property(lambda self: self._model.__dict__[name], put)
+
+
+for _name, _member in vars(nn.Module).items():
+    if isinstance(_member, FunctionType) and _name not in (*_BY_ITSELF, *vars(AmpView)):
+        setattr(AmpView, _name, _forwarded(_name))
+for _name in (*_TABLES, "training"):
+    setattr(AmpView, _name, _of_model(_name))
+AmpView._call_impl = AmpView._wrapped_call_impl = AmpView.__call__
