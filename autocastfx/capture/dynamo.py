@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.user_casts import mends_that_note
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.sizes import any_size
@@ -54,7 +55,8 @@ class _Capturing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo makes one
+            for told in (".*should not be instantiated", "The .grad attribute of a Tensor"):  # what Dynamo itself does
+                warnings.filterwarnings("ignore", told)
             for context in self._around:
                 stack.enter_context(context())
             return self._torchdynamo_orig_backend(*args, **kwargs)
@@ -87,6 +89,7 @@ def mends() -> list[tuple[Any, str, Any]]:
       requires a gradient, so it would trace through the forward alone, and lose the backward.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
+    - Casts are noted as the code writes them.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.exc import Unsupported
@@ -103,6 +106,7 @@ def mends() -> list[tuple[Any, str, Any]]:
         (AutogradFunctionVariable, "call_apply", call_apply),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
+        *mends_that_note(),
     ]
 
 
@@ -192,6 +196,16 @@ def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> Me
     return MethodType(called, module)
 
 
+def forward_caller(module: nn.Module) -> MethodType:
+    """Return a method, likewise with code of its own, that calls ``forward`` without the module's own hooks."""
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
+    return MethodType(called, module)
+
+
 CALLER = caller.__code__.co_filename
 
 
@@ -241,6 +255,10 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
         return error.inner_exception
     if not isinstance(error, (TorchRuntimeError, Unsupported, UserError)):
         return None
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as wrong:
+        return TypeError(f"{type(model).__name__}.forward: {wrong}")
     where, called = _innermost(error, model), _called(model, args, kwargs)
     at = ", ".join(filter(None, (where, called)))
     at = f"{at[:1].upper()}{at[1:]}"

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
+from autocastfx.capture.user_casts import is_noted, run_cast
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
@@ -87,13 +88,14 @@ def aten_graph(
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
     _refuse_late_hooks(module)
     _refuse_two_hooks(module)
-    traced, called = _traced(module, given, inputs, whole)
     held = passed or [_held(node, value, paths) for node, value in zip(given, inputs, strict=True)]
     names = _names(given, held, [(arguments or {}).get(id(value), "") for value in inputs])
+    traced, called = _traced(module, given, inputs, whole, names)
     attributes: dict[str, Any] = {}
     root = _root(given, inputs, paths)
-    for node in traced.graph.nodes:
-        _name_modules(node, paths, root)
+    for one in traced.modules():
+        for node in one.graph.nodes if isinstance(one, fx.GraphModule) else ():
+            _name_modules(node, paths, root)
     graph = tidy(traced, set(), called, attributes, names)
     for node in reversed(graph.nodes):  # Dynamo has read numbers that are known while it captured
         if op_name(node) == "item" and not node.users:
@@ -302,6 +304,16 @@ class _Tracer(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, called: list[Callable[..., Any]], whole: Collection[Any]) -> None:
         super().__init__(module)
         self.called, self.whole = called, whole
+        self._node: Any = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_noted(self._node):
+            return run_cast(self._node, getattr(torch.Tensor, target), args, kwargs, self.env)
+        return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator) and target.name() in _WHOLE:
@@ -314,11 +326,17 @@ class _Tracer(fx.Interpreter):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
+        if is_noted(self._node):
+            return run_cast(self._node, target, args, kwargs, self.env)
         return super().call_function(target, args, kwargs)
 
 
 def _traced(
-    module: fx.GraphModule, given: Sequence[fx.Node], inputs: Sequence[Any], whole: Collection[Any]
+    module: fx.GraphModule,
+    given: Sequence[fx.Node],
+    inputs: Sequence[Any],
+    whole: Collection[Any],
+    names: Sequence[str],
 ) -> tuple[fx.GraphModule, list[Callable[..., Any]]]:
     values = [node.meta.get("example_value", value) for node, value in zip(given, inputs, strict=True)]
     called: list[Callable[..., Any]] = []
@@ -340,6 +358,8 @@ def _traced(
             traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)
     finally:
         mode.allow_non_fake_inputs = allowed
+    for node, name in zip(traced.graph.find_nodes(op="placeholder"), names, strict=True):
+        node._rename(name.replace(".", "_"))  # so that the graphs of regions have the names, too
     for regions in (replace_set_grad_with_hop_pass, replace_autocast_with_hop_pass):
         traced, _ = regions(traced, None)
     written = alias_sets(traced.graph) if any(widened) else {}
@@ -347,6 +367,10 @@ def _traced(
     if any(is_cast and node in written for node, is_cast in zip(placeholders, widened, strict=True)):
         raise CaptureError("forward writes into a 16-bit input, in a region of torch.autocast around the call")
     return traced, called
+
+
+def _is_in_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[bool]:
@@ -357,6 +381,6 @@ def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[boo
     if any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
         return [False] * len(inputs)
     parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
-    is_cast = any(one.dtype == torch.float32 and torch.is_autocast_enabled(one.device.type) for one in parameters)
+    is_cast = any(one.dtype == torch.float32 and _is_in_autocast(one.device.type) for one in parameters)
     given = (isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) for one in inputs)
     return [is_cast and is_given and one.dtype in LOW_DTYPES for one, is_given in zip(inputs, given, strict=True)]

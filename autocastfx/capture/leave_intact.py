@@ -415,6 +415,7 @@ def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
 
     Gives a function that returns the ids of the parameters, as they are now, whose numbers have changed.
     """
+    models = tuple(dict.fromkeys(one.__dict__.get("_model", one) for one in models))  # what a view shows
     places = [(table, name, table[name]) for model in models for _, table, name in tensor_places(model)]
     attributes = [vars(module) for model in models for module in model.modules()]
     modes = [(one, one["training"]) for one in attributes]

@@ -96,6 +96,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     """
     import sympy
 
+    inputs = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     captured = [[example(size) for size in node.meta["val"].shape] for node in inputs]
     symbols: dict[str, tuple[str, int, int]] = {}
     conditions: dict[str, None] = {}

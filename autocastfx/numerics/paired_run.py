@@ -404,7 +404,8 @@ def run_side_by_side(
     args, kwargs = batch_of(signature, tuple(args), kwargs)
     call = signature.bind(args, kwargs)
     variant = amp_model._variant_for(args, kwargs)
-    ours: dict[str, torch.Tensor] = amp_model._held()
+    outside = amp_model._outside()
+    ours: dict[str, torch.Tensor] = {**outside, **amp_model._held()}
     low = flatten(
         variant.keeping if gradients else variant.graph,
         lambda name: ours[name] if name in ours else attribute(amp_model, name),
@@ -414,7 +415,8 @@ def run_side_by_side(
         theirs = {
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
-        _check_fits(theirs, ours)
+        _check_fits(theirs, amp_model._held())
+        theirs |= outside
         signature, kept = CallSignature.of(model.forward), amp_model._original.leaves
         if _is_low(ours) and not _is_low(theirs):  # what was captured has the casts of the 16-bit model
             captured = None

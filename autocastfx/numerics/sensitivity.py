@@ -154,7 +154,11 @@ class Measuring:
         variant = self.amp_model._variant_for(args, kwargs)
         captured = captured_of(variant)
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
-        attributes: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
+        attributes: Mapping[str, Any] = {
+            **captured.attributes,
+            **self.amp_model._outside(),
+            **self.amp_model._held(),
+        }
         ports = replace(converter, device=variant.plan.device).ports
         # Held for a value between segments: itself, its gradient and its tangents, and the projections' derivatives by
         # it; tangents and derivatives in bfloat16.

@@ -269,6 +269,10 @@ class AmpModule(fx.GraphModule):
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if not name.startswith(f"{self._table}.")}
 
+    def _outside(self) -> dict[str, Any]:
+        """Tensors that graphs read from elsewhere, by the names that they have there."""
+        return {}
+
     def train(self, mode: bool = True) -> AmpModule:
         """Switch to training or evaluation, as the original's own ``train`` or ``eval`` does.
 

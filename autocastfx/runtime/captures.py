@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for
+from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
@@ -40,7 +41,7 @@ class Now(threading.local):
     """The call of a converted model that is running in a thread."""
 
     runs: Runs | None = None
-    args: tuple[Any, ...] = ()
+    args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
 
@@ -81,7 +82,7 @@ class CapturedGraph:
     Attributes:
         captured: the graph; its inputs are the tensors of the call, and what else Dynamo passes.
         places: the names of Dynamo's inputs, in Dynamo's order.
-        held: the parameters and buffers that it reads, and tensors from elsewhere, as they were when captured.
+        held: the names of parameters and buffers that it reads, and of tensors from elsewhere, with what was last read.
         others: how many inputs are no tensors of the call: numbers that change from call to call.
         results: where the model's output is.
         inside: graphs that run again in backward, by the node that calls them.
@@ -90,11 +91,20 @@ class CapturedGraph:
 
     captured: Captured
     places: tuple[str, ...]
-    held: Mapping[str, torch.Tensor]
+    held: dict[str, Callable[[], torch.Tensor | None]]
     others: int = 0
     results: Results = field(default_factory=Results)
     inside: Mapping[str, CapturedGraph] = field(default_factory=dict)
     varying: set[str] = field(default_factory=set)
+
+    def note(self, inputs: Sequence[Any]) -> None:
+        """Note which tensors a call reads that are no arguments."""
+        self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return what gives a tensor as long as the model holds it; a number that Dynamo made a tensor for ever."""
+    return weakref.ref(tensor) if tensor.ndim or isinstance(tensor, nn.Parameter) else lambda: tensor
 
 
 class Captures:
@@ -117,7 +127,7 @@ class Captures:
         self._begin()
 
     def _begin(self) -> None:
-        self._call = compiled_in_one_graph(caller(self.model), self._backend, contexts_for(self.model))
+        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, contexts_for(self.model))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model by the graph that fits."""
@@ -151,7 +161,7 @@ class Captures:
         dynamo = aten_graph(module, inputs, self._whole, paths, [], named)
         device = device_among((*dynamo.tensors.values(), *inputs))
         values = dict(zip(dynamo.places, inputs, strict=True))
-        return _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
+        return _graph_of(dynamo, call.structure, names, call.tensors, values, modes, device, self._whole, paths)
 
     def _paths(self) -> dict[int, str]:
         model = self._root
@@ -170,6 +180,7 @@ def _graph_of(
     dynamo: DynamoGraph,
     structure: CallStructure,
     names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
     values: Mapping[str, Any],
     modes: tuple[bool, ...],
     device: torch.device,
@@ -180,17 +191,21 @@ def _graph_of(
     from autocastfx.capture.dynamo_graph import WholeCall, aten_graph
 
     graph, attributes = dynamo.graph, dynamo.attributes
-    held = {**dynamo.tensors, **_read_globals(graph, values, names)}
-    others = _order_inputs(graph, names)
-    inputs = graph.find_nodes(op="placeholder")
-    guard = shape_guard([node for node in inputs if isinstance(value(node), torch.Tensor)])
+    tensors_held = {**dynamo.tensors, **_read_globals(graph, values, names)}
+    held = {name: _reference(tensor) for name, tensor in tensors_held.items()}
+    others = _order_inputs(graph, names, tensors)
+    for node in list(graph.find_nodes(op="get_attr")):  # where it is used, as gradients and dumps are in this order
+        if node.users:
+            min(node.users).prepend(node)
+    inputs = list(graph.find_nodes(op="placeholder"))
+    guard = shape_guard(inputs)
     captured = Captured(graph, attributes, pytree.tree_structure(()), structure, guard, modes, device)
     inside: dict[str, CapturedGraph] = {}
     for node in graph.nodes:
         if isinstance(node.target, WholeCall) and (again := node.target.recomputed) is not None:
             passed = [Held.of(one) if isinstance(one, fx.Node) else None for one in node.target.passed(node.args)]
             part = aten_graph(again, None, whole, paths, passed)
-            inside[node.name] = _graph_of(part, structure, (), {}, modes, device, whole, paths)
+            inside[node.name] = _graph_of(part, structure, (), (), {}, modes, device, whole, paths)
     return CapturedGraph(captured, tuple(dynamo.places), held, others, inside=inside)
 
 
@@ -205,7 +220,7 @@ def _read_globals(graph: fx.Graph, values: Mapping[str, Any], names: Sequence[st
     return outside
 
 
-def _order_inputs(graph: fx.Graph, names: Sequence[str]) -> int:
+def _order_inputs(graph: fx.Graph, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> int:
     """Let the tensors of the call be the first inputs, and sizes of them be read from them.
 
     Returns:
@@ -213,12 +228,13 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str]) -> int:
     """
     inputs = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     first = next(iter(graph.nodes))
-    for name in names:
+    for name, tensor in zip(names, tensors, strict=True):
         if name in inputs:
             first.prepend(node := inputs.pop(name))
         else:  # which forward does not read
             with graph.inserting_before(first):
                 node = graph.create_node("placeholder", name, name=name)
+            set_value(node, FakeTensorMode().from_tensor(tensor))
         first = node.next
     sizes: dict[Any, tuple[fx.Node, int]] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -244,11 +260,8 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str]) -> int:
 
 
 def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
-    """Return the hooks of a model's modules, by their numbers."""
+    """Return the hooks of the modules in a model, by their numbers; its own run around the graph."""
     tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return frozenset(
-        (id(module), table, number)
-        for module in model.modules()
-        for table in tables
-        for number in getattr(module, table)
-    )
+    parts = (module for module in model.modules() if module is not model)
+    named = ((id(module), table, getattr(module, table)) for module in parts for table in tables)
+    return frozenset((key, table, number) for key, table, hooks in named for number in hooks)

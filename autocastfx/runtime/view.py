@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -24,11 +24,11 @@ from autocastfx.capture.dynamo import plain_error
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
-from autocastfx.graph.node import NodeRun, attribute
+from autocastfx.graph.node import NodeRun, attribute, value
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.captures import NOW, CapturedGraph, Captures
+from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.variant import Variant, compiled, lift, quickened
@@ -176,13 +176,17 @@ class AmpView(AmpModule):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, by the converted graph that fits."""
-        return self.forward(*args, **kwargs)
+        """Call the model, by the converted graph that fits; hooks of the model run around it, those of parts in it."""
+        return nn.Module._call_impl(cast("Any", self), *args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._call_as(self, args, kwargs)
+
+    def _call_as(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model, where ``runs`` runs the graph that fits."""
         now = NOW
         before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = self, args, kwargs
+        now.runs, now.args, now.kwargs = runs, args, kwargs
         try:
             result = self._captures.call(*args, **kwargs)
         except RuntimeError as error:
@@ -195,7 +199,7 @@ class AmpView(AmpModule):
             self._note_results(result, args, kwargs)
         return result
 
-    def _note_results(self, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_results(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Learn where the model's output is among those of the graph that has just run for the first time."""
         last, NOW.last = NOW.last, None
         if last is not None:
@@ -256,9 +260,9 @@ class AmpView(AmpModule):
 
     def _convert(self, graph: CapturedGraph) -> DynamoVariant:
         converter, captured = self._converter, graph.captured
-        held = {name: tensor for name, tensor in self._held().items() if name in graph.held}
-        held = {**graph.held, **held}
-        tensors = {name: torch.empty_like(t, device="meta") if name in graph.varying else t for name, t in held.items()}
+        held = self._read_by(graph)
+        abstract = {str(node.target): value(node) for node in captured.graph.find_nodes(op="get_attr")}
+        tensors = {name: held.get(name, abstract[name]) for name in graph.held if name in held or name in abstract}
         device = self._original.device or captured.device
         working = stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}", "passes")
         with own_thread_state(), garbage_left(), working:
@@ -270,7 +274,7 @@ class AmpView(AmpModule):
             number = len(self._variants) if before is None else list(self._variants).index(before)
             variant.mount(f"{_TABLE}.{number}", self._signature)
         places = {name: i for i, name in enumerate(graph.places)}
-        fixed = ((n, t) for n, t in held.items() if n in places and n not in graph.varying and not t.requires_grad)
+        fixed = ((n, t) for n, t in held.items() if n in places and not t.requires_grad)
         with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)
         variant.fixed = [FixedTensor.of(places[n], t, facts) for n, t, facts in with_facts if facts]
         self._variants.add_module(str(number), variant)
@@ -280,30 +284,21 @@ class AmpView(AmpModule):
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
         """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
         probe = _Probe()
-        now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = probe, args, kwargs
-        try:
-            self._captures.call(*args, **kwargs)
-        except _Probed:
-            pass
-        except RuntimeError as error:
-            if (plain := plain_error(error, self._model, args, kwargs)) is None:
-                raise
-            raise plain from None
-        finally:
-            now.runs, now.args, now.kwargs = before
-        if probe.graph is None:
+        with suppress(_Probed):
+            self._call_as(probe, args, kwargs)
+        if (graph := probe.graph) is None:
             raise VariantError("the call runs no graph: its results do not depend on tensors")
-        return probe.graph
+        graph.note(probe.inputs)
+        return graph
 
     def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
         self._signature.bind(args, kwargs)
         graph = self._probe(tuple(args), kwargs)
         variant = self._made.get(graph) or self._convert(graph)
         if graph.results.spec is None:
-            with isolated(self._model), torch.no_grad():
-                self._run(tuple(args), kwargs)
+            with_gradients = torch.is_grad_enabled()
+            with isolated(self._model), torch.set_grad_enabled(with_gradients):
+                self._call_as(_AsCaptured(), args, kwargs)
         return variant
 
     def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -343,6 +338,27 @@ class AmpView(AmpModule):
     @property
     def _own_modules(self) -> tuple[nn.Module, ...]:
         return tuple(self._model.modules())
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        """Yield the model's own modules, but itself for the model."""
+        for name, module in self._model.named_modules(memo, prefix, remove_duplicate):
+            yield name, self if module is self._model else module
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Yield the model's own modules, but itself for the model."""
+        return (module for _, module in self.named_modules(remove_duplicate=remove_duplicate))
+
+    def _outside(self) -> dict[str, Any]:
+        held = self._held()
+        return {n: t for graph in self._made for n, t in self._read_by(graph).items() if n not in held}
+
+    def _read_by(self, graph: CapturedGraph) -> dict[str, torch.Tensor]:
+        """Return what a graph reads that is no argument, as far as it is there and its numbers stay."""
+        own = self._held()
+        read = {name: own.get(name, reference()) for name, reference in graph.held.items() if name not in graph.varying}
+        return {name: tensor for name, tensor in read.items() if tensor is not None}
 
     def _held(self) -> dict[str, torch.Tensor]:
         model = self._model
@@ -432,9 +448,23 @@ class AmpView(AmpModule):
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return the model's module at a path; or a graph, which nodes read their constants from."""
+        if not target:
+            return self
         if target == _TABLE or target.startswith(f"{_TABLE}."):
             return self._variants.get_submodule(target.removeprefix(_TABLE).removeprefix("."))
         return self._model.get_submodule(target)
+
+    def train(self, mode: bool = True) -> AmpView:
+        """Switch to training or evaluation, as the model's own ``train`` or ``eval`` does."""
+        self._model.train(mode)
+        self._autocastfx_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
+        return self
+
+    def eval(self) -> AmpView:
+        """Switch to evaluation, as the model's own ``eval`` does."""
+        self._model.eval()
+        self._autocastfx_copies.expire()
+        return self
 
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies anew."""
@@ -459,11 +489,29 @@ class _Probe:
     """Takes the graph that a call would run, and ends the call."""
 
     graph: CapturedGraph | None = None
+    inputs: Sequence[Any] = ()
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """End the call."""
-        self.graph = graph
+        self.graph, self.inputs = graph, inputs
         raise _Probed
+
+
+class _AsCaptured:
+    """Runs a graph as it was captured."""
+
+    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """Run it, and note what it gives."""
+        captured, values = graph.captured, dict(zip(graph.places, inputs, strict=True))
+
+        def given(node: fx.Node) -> Any:
+            name = str(node.target)
+            return values[name] if name in values else captured.attributes[name]
+
+        tensors = [values.get(str(node.target)) for node in captured.graph.find_nodes(op="placeholder")]
+        outputs = NodeRun(captured.graph, given).run(*tensors, enable_io_processing=False)
+        NOW.last = graph, inputs, outputs
+        return outputs
 
 
 class _Method:
