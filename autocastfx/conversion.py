@@ -56,7 +56,7 @@ from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.policy.saved import rules_of
 from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
+from autocastfx.runtime.behaviour import Difference, FewRows, Trial, compare_calls, trials_of
 from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant_table import Original
@@ -534,7 +534,7 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         if (other := bare[trial.modes]) is None:
             return "what was captured is not at hand"
         began = time.perf_counter()
-        compared = compare_calls(module, other, [trial], few_rows=spent is not None)
+        compared = compare_calls(module, other, [trial], _few_rows(other, spent) if spent is not None else None)
         took = time.perf_counter() - began
         calls += compared.calls
         dropped += compared.dropped
@@ -551,6 +551,19 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
             "convert(check=False) hands the graph out all the same."
         )
     return "" if calls else "; ".join(dropped)
+
+
+def _few_rows(other: AmpModule, spent: float) -> FewRows:
+    """Return what runs few rows for ``other``: itself if its graphs take them, or another one with its own."""
+    if isinstance(other, AmpView):
+        return FewRows(lambda _: other._with_own_captures(), spent)
+
+    def fitting(trial: Trial) -> AmpModule | None:
+        args, kwargs = trial.arguments
+        call = other._signature.bind(args, kwargs)
+        return other if other._mounted.fitting(call, tuple(trial.modes)) is not None else None
+
+    return FewRows(fitting, 0.0)
 
 
 def convert_captured(

@@ -258,7 +258,8 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
     bare = without_casts(amp_model)
     if original is None or bare is None:
         raise UnsupportedError("the original of the converted model is not at hand: check the original.")
-    modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
+    switched = [foreseen(original, training=training).modes for training in (True, False)]
+    modes = list(dict.fromkeys((*(variant.modes for variant in bare.variants), *switched)))
     low = getattr(torch, amp_model.plan.low)
     yield _Checking(original, amp_model, bare, low, modes, lambda: [variant.plan for variant in amp_model.variants])
 

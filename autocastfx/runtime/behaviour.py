@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -352,11 +353,24 @@ class Compared:
 _FEW = (1, 2)  # rows of a batch that are tried for all of them
 
 
+@dataclass(frozen=True)
+class FewRows:
+    """Runs calls with few rows of a batch, by graphs that may have to be captured for them.
+
+    Attributes:
+        other: gives what runs such a call; None where it cannot.
+        seconds: that it takes before it runs.
+    """
+
+    other: Callable[[Trial], Callable[..., Any] | None]
+    seconds: float
+
+
 def compare_calls(
     model: nn.Module,
     other: Callable[..., Any],
     trials: Sequence[Trial],
-    few_rows: bool = False,
+    few_rows: FewRows | None = None,
 ) -> Compared:
     """Run calls with a model and with another one that should do the same.
 
@@ -368,8 +382,8 @@ def compare_calls(
         model: the original.
         other: shares its parameters and buffers.
         trials: the calls.
-        few_rows: few rows of a batch stand for all, where the model and the graphs take them, and no gradient is zero,
-            as it is before the mean of all rows is subtracted from one.
+        few_rows: how few rows of a batch stand for all, where the model takes them, and no gradient is zero, as it is
+            before the mean of all rows is subtracted from one.
     """
     mismatches: list[Difference] = []
     calls: list[str] = []
@@ -377,11 +391,7 @@ def compare_calls(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model, which were or will be seen anyway
         for whole in trials:
-            trial, why, original = whole, "", None
-            for trial in (*(_shortened(whole, other) if few_rows and isinstance(other, AmpModule) else ()), whole):
-                why, original = _original(model, trial)
-                if original is not None and original.all_learn:
-                    break
+            trial, runs, why, original = _that_tells(model, other, whole, few_rows)
             if original is None and trial.learns:
                 trial = replace(trial, name=f"{trial.name}, forward alone", learns=False)  # it may be for inference
                 _, original = _original(model, trial)
@@ -389,14 +399,31 @@ def compare_calls(
                 dropped.append(f"{trial.name.removesuffix(', forward alone')}: {why}")
                 continue
             calls.append(trial.name)
-            mismatches += _differences_in(trial, model, other, original)
+            mismatches += _differences_in(trial, model, runs, original)
     return Compared(tuple(mismatches), tuple(calls), tuple(dropped))
 
 
-def _shortened(trial: Trial, other: AmpModule) -> Iterator[Trial]:
-    """Yield the call with few rows of its batch: those of the arguments that begin with as many as the first tensor."""
-    if not hasattr(other, "_table"):
-        return
+def _that_tells(
+    model: nn.Module, other: Callable[..., Any], whole: Trial, few_rows: FewRows | None
+) -> tuple[Trial, Callable[..., Any], str, Behaviour | None]:
+    """Return the call to compare, with few rows if that takes less time; what runs it; and what the model does."""
+    for cut, share in _cut(whole) if few_rows is not None else ():
+        began = time.perf_counter()
+        why, original = _original(model, cut)
+        took = time.perf_counter() - began
+        if few_rows is None or original is None or not original.all_learn:
+            continue
+        is_shorter = took + few_rows.seconds < 2 * took / share
+        if is_shorter and (runs := few_rows.other(cut)) is not None:
+            return cut, runs, why, original
+    return whole, other, *_original(model, whole)
+
+
+def _cut(trial: Trial) -> Iterator[tuple[Trial, float]]:
+    """Yield the call with few rows of its batch, and their share of all.
+
+    They are those of the arguments that begin with as many as the first tensor.
+    """
     sizes = [len(one) for one in pytree.tree_leaves(trial.arguments) if isinstance(one, torch.Tensor) and one.ndim]
     for rows in (rows for rows in _FEW if sizes and rows < sizes[0]):
 
@@ -405,8 +432,7 @@ def _shortened(trial: Trial, other: AmpModule) -> Iterator[Trial]:
             return leaf.detach()[:rows].requires_grad_(leaf.requires_grad) if is_batch else leaf
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, cut, trial.arguments)
-        if other._mounted.fitting(other._signature.bind(args, kwargs), tuple(trial.modes)) is not None:
-            yield replace(trial, arguments=(args, kwargs), in_short=True)
+        yield replace(trial, arguments=(args, kwargs), in_short=True), rows / sizes[0]
 
 
 def _original(model: nn.Module, trial: Trial) -> tuple[str, Behaviour | None]:

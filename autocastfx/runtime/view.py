@@ -312,6 +312,10 @@ class AmpView(AmpModule):
             again._convert(graph)
         return again
 
+    def _with_own_captures(self) -> AmpView:
+        """Return what converts the model in the same way, in graphs of its own."""
+        return self._like(Captures(self._model, self._signature, self._captures._whole))
+
     # ---- what tools look at ------------------------------------------------------------------------------------------
 
     @property

@@ -19,7 +19,7 @@ import autocastfx
 from autocastfx.capture.export import Captured
 from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UncheckedWarning, UnsupportedError
 from autocastfx.numerics.check import Check, CheckedValue
-from autocastfx.runtime import behaviour, variant_table
+from autocastfx.runtime import behaviour, captures, variant_table
 from tests.helpers import heard
 
 aten: Any = torch.ops.aten
@@ -139,7 +139,7 @@ FAULTS: dict[str, Callable[[fx.Graph], None]] = {
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], None]], None]:
     """Edit each captured graph."""
-    own = variant_table.capture
+    own, own_graph = variant_table.capture, captures._graph_of
 
     def plant(edit: Callable[[fx.Graph], None]) -> None:
         def capture(*args: Any, **kwargs: Any) -> Captured:
@@ -148,7 +148,14 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], N
             found.graph.lint()
             return replace(found)
 
+        def graph_of(*args: Any, **kwargs: Any) -> Any:
+            found = own_graph(*args, **kwargs)
+            edit(found.captured.graph)
+            found.captured.graph.lint()
+            return found
+
         monkeypatch.setattr(variant_table, "capture", capture)
+        monkeypatch.setattr(captures, "_graph_of", graph_of)
 
     return plant
 
