@@ -168,10 +168,18 @@ def recurrent_layers_captured() -> Generator[None]:
         yield
 
 
+@contextmanager
+def _attention_written_out() -> Generator[None]:
+    """Let torch's attention layers call the operators that lists know, and no guard ask for the switch of that."""
+    switch = torch.backends.mha.get_fastpath_enabled
+    with ATTENTION_WRITTEN_OUT, patch.object(switch, "_dynamo_marked_constant", True, create=True):
+        yield
+
+
 def contexts_for(model: nn.Module, *, recurrent: bool = True) -> list[Around]:
     """Return the contexts in which a model is captured and called, by the layers that are in it."""
     modules = list(model.modules())
-    around: list[Around] = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, FUSED) for m in modules) else []
+    around: list[Around] = [_attention_written_out] if any(isinstance(m, FUSED) for m in modules) else []
     if recurrent and any(isinstance(m, nn.RNNBase) for m in modules):
         around.append(recurrent_layers_captured)
     return around
@@ -253,7 +261,7 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
 
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
         return error.inner_exception
-    if not isinstance(error, (TorchRuntimeError, Unsupported, UserError)):
+    if not isinstance(error, (BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError)):
         return None
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
@@ -271,7 +279,8 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
             "after autocastfx.disable(model): if that fails too, mend that. If not, please report it."
         )
     mode = "train" if model.training else "eval"
-    what = str(error).strip().partition("\n")[0]
+    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    what = str(cause).strip().partition("\n")[0]
     raised = CaptureError(
         f"{type(model).__name__} cannot be captured in {mode} mode, in one graph: {what}\n{at}\n{_advice(str(error))}"
     )
