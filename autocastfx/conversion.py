@@ -34,6 +34,7 @@ from autocastfx.capture.call import (
     refuse_scripted,
 )
 from autocastfx.capture.function import as_module, is_function
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.progress import parts, stage
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
@@ -211,7 +212,7 @@ def convert(
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
     leaves = converter.op_list.functions()
     if _VIEWS and weights != "low":
-        amp_model: AmpModule = view(Captures(module, signature), converter, target, leaves)
+        amp_model: AmpModule = view(Captures(module, signature, functions_at(leaves)), converter, target, leaves)
     else:
         original = Original(converter, module, signature, leaves, target, baked, _tell_unmatched)
         amp_model = AmpModule(module, signature, original)

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
+from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
@@ -83,24 +84,16 @@ MENDED = Shared(_mended)
 def mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
 
-    - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
-      requires a gradient, so it would trace through the forward alone, and lose the backward.
+    - Some calls stay whole (:func:`keeping_mends`), and an autograd function inside a transform of ``torch.func`` breaks
+      the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     """
     from torch._dynamo import convert_frame
-    from torch._dynamo.exc import Unsupported
-    from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
-
-    call: Any = AutogradFunctionVariable.call_apply
-
-    def call_apply(self: Any, *args: Any) -> Any:
-        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
-            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
-        return call(self, *args)
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     return [
-        (AutogradFunctionVariable, "call_apply", call_apply),
+        *keeping_mends(),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
-from autocastfx.capture.whole_calls import record_call
+from autocastfx.capture.whole_calls import AutogradCall, record_call
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
@@ -312,7 +312,7 @@ class _Tracer(fx.Interpreter):
             return repair(*args, **kwargs)
         if target is torch.Tensor.set_ and not args[0].is_leaf and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
-        if target in self.whole:
+        if isinstance(target, AutogradCall) or target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
         return super().call_function(target, args, kwargs)
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autocastfx.capture.call import CallSignature, CallStructure, device_among
 from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for
 from autocastfx.capture.export import Captured
+from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
@@ -117,7 +118,8 @@ class Captures:
         self._begin()
 
     def _begin(self) -> None:
-        self._call = compiled_in_one_graph(caller(self.model), self._backend, contexts_for(self.model))
+        around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
+        self._call = compiled_in_one_graph(caller(self.model), self._backend, around)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model by the graph that fits."""
