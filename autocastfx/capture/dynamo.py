@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache, wraps
 from traceback import StackSummary
 from types import CodeType, MethodType
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -84,8 +84,8 @@ MENDED = Shared(_mended)
 def mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
 
-    - Some calls stay whole (:func:`keeping_mends`), and an autograd function inside a transform of ``torch.func`` breaks
-      the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
+    - Some calls stay whole (:func:`keeping_mends`). An autograd function inside a transform of ``torch.func`` breaks the
+      graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     """

@@ -35,7 +35,7 @@ _KEPT = _Kept()
 
 
 def functions_at(paths: Iterable[str]) -> frozenset[Any]:
-    """Return the functions, and the classes of autograd functions, at those of the dotted ``paths`` that lead to one."""
+    """Return the functions, and the classes of autograd functions, that are at the dotted ``paths``."""
     found = map(located, paths)
     return frozenset(one for one in found if isinstance(one, FUNCTIONS) or _is_autograd_function(one))
 

@@ -19,6 +19,7 @@ from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_fo
 from autocastfx.capture.export import Captured
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
+from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.node import Held, set_value, value
@@ -153,7 +154,9 @@ class Captures:
         dynamo = aten_graph(module, inputs, self._whole, paths, [], named)
         device = device_among((*dynamo.tensors.values(), *inputs))
         values = dict(zip(dynamo.places, inputs, strict=True))
-        return _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
+        graph = _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
+        refuse_trained(self.model, graph.held)
+        return graph
 
     def _paths(self) -> dict[int, str]:
         model = self._root
