@@ -244,7 +244,7 @@ class CompiledCall:
                     self._called = self.call
                 result = self._called(*args, **kwargs)
         except RuntimeError as error:
-            if (plain := plain_error(error, self.model, args, kwargs)) is None:
+            if (plain := plain_error(error, self.model, args, kwargs, is_enabled=True)) is None:
                 raise
             raise plain from None
         if (failures := [*self._seen.failures]) or self._seen.breaks:
