@@ -22,6 +22,7 @@ from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.messages import messages_after_graph
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.sizes import any_size
@@ -42,7 +43,7 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)
-    context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, *around))
+    context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, *around))
     return context(function)
 
 
