@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
+from autocastfx.capture.float_arguments import floats_kept
 from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.capture.messages import messages_after_graph
@@ -43,8 +44,15 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)
-    context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, *around))
+    context.callback = _Capturing(
+        context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around)
+    )
     return context(function)
+
+
+def _as_often_as_needed() -> AbstractContextManager[object]:
+    """Let Dynamo capture code any number of times: who calls it tells of many."""
+    return torch._dynamo.config.patch(recompile_limit=sys.maxsize)
 
 
 class _Capturing:

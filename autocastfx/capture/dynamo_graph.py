@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
+from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
@@ -197,7 +199,8 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Seq
     names: list[str] = []
     for node, one, argument in zip(given, held, arguments, strict=True):
         name = one.path if one is not None else argument or _path(_source(node))
-        name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
+        is_path = one is not None and re.fullmatch(r"[\w.]+", name)
+        name = name if is_path else re.sub(r"\W", "_", name)
         name = name or node.name
         while name in names:
             name += "_"
@@ -314,7 +317,16 @@ class _Tracer(fx.Interpreter):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if isinstance(target, AutogradCall) or target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
-        return super().call_function(target, args, kwargs)
+        with self._floats(args, kwargs):
+            return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._floats(args, kwargs):
+            return super().call_method(target, args, kwargs)
+
+    def _floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+        has_numbers = any(isinstance(one, torch.SymFloat) for one in (*args, *kwargs.values()))
+        return keeping_floats(partial(record_call, called=self.called)) if has_numbers else nullcontext()
 
 
 def _traced(

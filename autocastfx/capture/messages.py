@@ -19,7 +19,7 @@ _LOGS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "log
 def messages_after_graph() -> Generator[None]:
     """While open, let Dynamo call ``print``, ``warnings.warn`` and methods of loggers behind a graph, not break it.
 
-    Keyword arguments break it all the same, but for those of ``warnings.warn``; so do messages in graphs inside a graph.
+    Keyword arguments break it all the same, but for those of ``warnings.warn``; so do messages in a graph inside it.
     """
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 
