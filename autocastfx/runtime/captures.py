@@ -24,6 +24,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.node import Held, set_value, value
 from autocastfx.plan.ranges import mode_of
+from autocastfx.runtime.recaptures import tell_of_recapture
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
@@ -141,7 +142,9 @@ class Captures:
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
+        refuse_trained(self.model, graph.held)
         self.graphs.append(graph)
+        tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, graph)
 
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
@@ -154,9 +157,7 @@ class Captures:
         dynamo = aten_graph(module, inputs, self._whole, paths, [], named)
         device = device_among((*dynamo.tensors.values(), *inputs))
         values = dict(zip(dynamo.places, inputs, strict=True))
-        graph = _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
-        refuse_trained(self.model, graph.held)
-        return graph
+        return _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
 
     def _paths(self) -> dict[int, str]:
         model = self._root
