@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.float_arguments import floats_kept
+from autocastfx.capture.kept_objects import object_mends
 from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.capture.messages import messages_after_graph
@@ -52,7 +53,7 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
 
 def _as_often_as_needed() -> AbstractContextManager[object]:
     """Let Dynamo capture code any number of times: who calls it tells of many."""
-    return torch._dynamo.config.patch(recompile_limit=sys.maxsize)
+    return torch._dynamo.config.patch(recompile_limit=sys.maxsize, use_numpy_random_stream=True)
 
 
 class _Capturing:
@@ -95,6 +96,7 @@ def mends() -> list[tuple[Any, str, Any]]:
 
     - Some calls stay whole (:func:`keeping_mends`). An autograd function inside a transform of ``torch.func`` breaks
       the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
+    - Generators and bounded deques do what they do in Python (:func:`object_mends`).
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     """
@@ -103,6 +105,7 @@ def mends() -> list[tuple[Any, str, Any]]:
 
     return [
         *keeping_mends(),
+        *object_mends(),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]

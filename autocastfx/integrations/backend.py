@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import warnings
 import weakref
 from collections import Counter
@@ -28,14 +27,12 @@ from autocastfx.capture.call import (
 from autocastfx.capture.kept_whole import are_kept, functions_at
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
-from autocastfx.capture.python_state import private_generators
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentError,
     ArgumentTypeError,
     AutocastFXError,
     CaptureError,
-    StateWarning,
     UncapturedGraphWarning,
     UnmatchedRuleWarning,
     UnsupportedError,
@@ -348,7 +345,6 @@ class CompileBackend:
         """
         if not conversion_is_off():
             refuse_scripted(model)
-            _warn_of_generators(model)
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
@@ -515,19 +511,6 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
 
 
 # ``enable`` and ``disable``: convert a model that stays the object it is.
-
-
-def _warn_of_generators(model: nn.Module) -> None:
-    """Warn of generators that modules keep, and of which torch.compile repeats the first number for ever."""
-    kept = [path for path, one in private_generators(model).items() if isinstance(one, random.Random)]
-    if kept:
-        warnings.warn(
-            f"{type(model).__name__} keeps generators of random numbers ({', '.join(kept)}): what forward draws from "
-            "them is the same in every call under torch.compile. Draw with torch (torch.rand), or with the functions "
-            "of the module random.",
-            StateWarning,
-            stacklevel=4,
-        )
 
 
 def enable(

@@ -22,7 +22,8 @@ from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.graph.node import Held, set_value, value
+from autocastfx.graph.node import Held, path_and_around, set_value, value
+from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.recaptures import tell_of_recapture
 
@@ -143,9 +144,21 @@ class Captures:
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
         refuse_trained(self.model, graph.held)
+        self._name_outer_modules(graph)
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, graph)
+
+    def _name_outer_modules(self, graph: CapturedGraph) -> None:
+        """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
+        path = next((name for name, module in self._root.named_modules() if module is self.model), "")
+        outer = [(name, self._root.get_submodule(name)) for name in path_and_around(path)]
+        stack = {str(id(module)): (name, type(module)) for name, module in outer}
+        for part in (graph, *graph.inside.values()):
+            for node in all_nodes(part.captured.graph, part.captured.attributes):
+                inner: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+                if node.op == "call_function":
+                    node.meta["nn_module_stack"] = stack | {key: entry for key, entry in inner.items() if key}
 
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
         from autocastfx.capture.dynamo_graph import aten_graph

@@ -20,10 +20,14 @@ class Captured(Protocol):
     """What a graph was captured from."""
 
     @property
-    def structure(self) -> CallStructure: ...
+    def structure(self) -> CallStructure:
+        """Of the call."""
+        ...
 
     @property
-    def training(self) -> tuple[bool, ...]: ...
+    def training(self) -> tuple[bool, ...]:
+        """The modes of the modules."""
+        ...
 
 
 def tell_of_recapture(graphs: Sequence[Captured]) -> None:
