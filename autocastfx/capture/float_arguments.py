@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, cast
 from unittest.mock import patch
@@ -27,21 +27,22 @@ _MAKES_SIZES = "upsample"  # in the names of operators whose sizes depend on the
 
 
 @contextmanager
-def keeping_floats(record: Record = lambda _, run, args, kwargs: run()) -> Generator[None]:
+def keeping_floats(record: Record | None = None) -> Generator[None]:
     """While open, call operators with the present numbers in the place of symbolic ones, and fix none.
 
     Args:
-        record: called in the place of an operator, with its overload, what runs it so, and its own arguments.
+        record: called in the place of an operator, with its overload, what runs it so, and its own arguments; None:
+            such operators run.
     """
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-            stack.enter_context(patched_here(functional, name, lambda *_: False))  # they go on to the operators
+            stack.enter_context(patched_here(functional, name, _no))  # they go on to the operators
         stack.enter_context(_KeptFloats(record))
         yield
 
 
 class _KeptFloats(TorchFunctionMode):
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record | None) -> None:
         super().__init__()
         self.record = record
 
@@ -50,8 +51,17 @@ class _KeptFloats(TorchFunctionMode):
         overload = _taking_floats(func, args, kwargs)
         if overload is None:
             return func(*args, **kwargs)
-        given, named = pytree.tree_map_only(torch.SymFloat, lambda number: number.node.hint, (args, kwargs))
-        return self.record(overload, lambda: func(*given, **named), args, kwargs)
+        given, named = pytree.tree_map_only(torch.SymFloat, _present, (args, kwargs))
+        run = partial(func, *given, **named)
+        return run() if self.record is None else self.record(overload, run, args, kwargs)
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+def _present(number: Any) -> float:
+    return number.node.hint
 
 
 def _taking_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:

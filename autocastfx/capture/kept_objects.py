@@ -22,12 +22,12 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-    as_proxy, draw = UserDefinedObjectVariable.as_proxy, RandomVariable.call_method
-    wrap: Any = VariableBuilder.wrap_listlike
+    as_proxy, draw = UserDefinedObjectVariable.as_proxy, cast("Any", RandomVariable.call_method)
+    class_for: Any = BaseListVariable.cls_for_instance
 
     @wraps(as_proxy)
     def proxy_of(self: Any) -> Any:
@@ -49,16 +49,18 @@ def object_mends() -> list[tuple[Any, str, Any]]:
         def is_constant_none(self) -> bool:
             return True
 
-    @wraps(wrap)
-    def wrap_listlike(self: Any, value: Any) -> Any:
-        made = wrap(self, value)
-        if type(value) is deque and value.maxlen is not None:
-            install_guard(AttrSource(self.source, "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
-            made.maxlen = Bound(value.maxlen)
-        return made
+    def class_of(value: Any) -> Any:
+        if type(value) is not deque or value.maxlen is None:
+            return class_for(value)
+
+        def bounded(items: Any, *, source: Any) -> Any:
+            install_guard(AttrSource(source, "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            return class_for(value)(items, maxlen=Bound(value.maxlen), source=source)
+
+        return bounded
 
     return [
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
         (RandomVariable, "call_method", call_method),
-        (VariableBuilder, "wrap_listlike", wrap_listlike),
+        (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
     ]

@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any, cast
 
 import torch
-from torch import fx
 
 from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.names import FUNCTIONS, located
@@ -70,7 +69,8 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
     from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    user, call = UserFunctionVariable.call_function, AutogradFunctionVariable.call_apply
+    user: Any = UserFunctionVariable.call_function
+    call: Any = AutogradFunctionVariable.call_apply
 
     @wraps(user)
     def call_user(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -144,7 +144,7 @@ def _call_whole(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -
     return _known(tx, proxy, get_fake_value(proxy.node, tx, allow_non_graph_fake=True))
 
 
-def _known(tx: Any, proxy: fx.Proxy, value: Any) -> Any:
+def _known(tx: Any, proxy: Any, value: Any) -> Any:
     """Return what Dynamo knows of the result of a call: the nesting, with tensors and constants in it."""
     from torch._dynamo.variables import ConstantVariable, builder, dicts, lists
 

@@ -24,7 +24,7 @@ def messages_after_graph() -> Generator[None]:
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 
     functions = {*torch._dynamo.config.reorderable_logging_functions, print, warnings.warn}
-    before, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
+    before, log = DebuggingVariable.call_function, cast("Any", LoggingLoggerVariable.call_method)
 
     @wraps(before)
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

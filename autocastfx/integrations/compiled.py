@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -182,7 +182,7 @@ class _Backend(Backend, Protocol):
     graphs: list[CompiledGraph]
     skipped: list[skipped.SkippedCode]
     runs: int
-    whole: Collection[Any]
+    whole: frozenset[Any]
 
     @property
     def takes_recurrent_layers(self) -> bool: ...

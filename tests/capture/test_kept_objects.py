@@ -84,6 +84,7 @@ class Ring(nn.Module):
 
 
 def test_a_deque_keeps_its_bound() -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(X)  # Dynamo may have been used before
     model, other = Ring(3), Ring(3)
     amp_model = autocastfx.convert(model, X, dtype="bfloat16", check=False)
     for _ in range(5):
