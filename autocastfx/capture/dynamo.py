@@ -25,6 +25,7 @@ from autocastfx.capture.kept_objects import object_mends
 from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.capture.messages import messages_after_graph
+from autocastfx.capture.stored_results import storing_mends
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.sizes import any_size
@@ -97,6 +98,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - Some calls stay whole (:func:`keeping_mends`). An autograd function inside a transform of ``torch.func`` breaks
       the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
     - Generators and bounded deques do what they do in Python (:func:`object_mends`).
+    - It is noted which results are the model's state (:func:`storing_mends`).
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     """
@@ -106,6 +108,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     return [
         *keeping_mends(),
         *object_mends(),
+        *storing_mends(),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
     ]

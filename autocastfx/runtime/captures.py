@@ -22,7 +22,8 @@ from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.graph.node import Held, path_and_around, set_value, value
+from autocastfx.capture.stored_results import stored_results
+from autocastfx.graph.node import STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.recaptures import tell_of_recapture
@@ -139,12 +140,14 @@ class Captures:
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Take a graph of Dynamo's; return what Dynamo calls in its place."""
+        stored = stored_results()
         with capturing(), own_thread_state(), garbage_left():
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
         refuse_trained(self.model, graph.held)
         self._name_outer_modules(graph)
+        graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, graph)
