@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
+from autocastfx.capture.failure import place
 from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
@@ -39,6 +40,7 @@ _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
+_LINE = re.compile(r'File "(.+)", line (\d+)')
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
 
@@ -163,9 +165,8 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
         if is_hook and used_before(node.args[0], node):
-            lines = stack_trace(node).strip().splitlines()[-2:]
-            at = f", at {' '.join(map(str.strip, lines))}" if lines else ""
-            raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
+            at = f", at {line}" if (line := _line(node)) else ""
+            raise CaptureError(f"forward registers a hook on a tensor after the tensor was used{at}")
 
 
 def _refuse_two_hooks(module: fx.GraphModule) -> None:
@@ -188,7 +189,8 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
 
 
 def _line(node: fx.Node) -> str:
-    return stack_trace(node).strip().rpartition("\n")[2].strip()
+    found = _LINE.findall(stack_trace(node))
+    return place(found[-1][0], int(found[-1][1])) if found else ""
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -251,6 +253,7 @@ def _module_id(key: str) -> int:
 
 def _path(source: str) -> str:
     """Turn an expression of Dynamo, as ``L['self']._modules['fc']._parameters['weight']``, into ``fc.weight``."""
+    source = re.sub(r"^.*\.__func__\.(?:__closure__\[\d+\]\.cell_contents\.?)?", "", source)  # what a function reads
     path: str = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     return re.sub(r"^L\.((self|fn)(?=\.|$))?\.?", "", path)

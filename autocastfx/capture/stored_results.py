@@ -45,9 +45,10 @@ def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
     effects = output.side_effects
     read = {argument.source.name for argument in output.graphargs if argument.source is not None}
     stored: dict[int, str] = {}
-    for one in effects.id_to_variable.values():
-        is_buffers = isinstance(one, ConstDictVariable) and one.source is not None
-        if is_buffers and one.source.name.endswith("._buffers") and effects.is_modified(one):
+    known: Sequence[Any] = list(effects.id_to_variable.values())
+    for one in known:
+        source = one.source.name if isinstance(one, ConstDictVariable) and one.source is not None else ""
+        if source.endswith("._buffers") and effects.is_modified(one):
             stored |= {id(value): key.vt.as_python_constant() for key, value in one.items.items()}
     for owner, table in effects.store_attr_mutations.items():
         if owner.source is not None:
