@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,12 +17,13 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - A ``torch.Generator`` is a constant of the graph, which draws from it; guards watch that it is the same object.
     - What is drawn from a ``random.Random`` breaks the graph: Dynamo would give the same numbers in every call.
     - A ``deque`` keeps its bound, which Dynamo loses.
+    - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables import ConstantVariable, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -59,7 +61,13 @@ def object_mends() -> list[tuple[Any, str, Any]]:
 
         return bounded
 
+    is_standard: Any = user_defined.is_standard_setattr
+
+    def is_standard_setattr(method: object) -> bool:
+        return method is SimpleNamespace.__setattr__ or is_standard(method)
+
     return [
+        (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
         (RandomVariable, "call_method", call_method),
         (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
