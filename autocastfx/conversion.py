@@ -22,6 +22,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
+from autocastfx.capture import function as traced_function
+from autocastfx.capture import plain_function
 from autocastfx.capture.call import (
     Call,
     CallSignature,
@@ -33,7 +35,7 @@ from autocastfx.capture.call import (
     refuse_for_low_model,
     refuse_scripted,
 )
-from autocastfx.capture.function import as_module, is_function
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.progress import parts, stage
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
@@ -211,7 +213,7 @@ def convert(
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
     leaves = converter.op_list.functions()
     if _VIEWS and weights != "low":
-        amp_model: AmpModule = view(Captures(module, signature), converter, target, leaves)
+        amp_model: AmpModule = view(Captures(module, signature, functions_at(leaves)), converter, target, leaves)
     else:
         original = Original(converter, module, signature, leaves, target, baked, _tell_unmatched)
         amp_model = AmpModule(module, signature, original)
@@ -276,7 +278,7 @@ def convert_function(
 
 
 def _converted_function(options: Mapping[str, Any], function: Any) -> AmpModule:
-    if not is_function(function):
+    if not plain_function.is_function(function):
         what = "an nn.Module, which convert takes" if isinstance(function, nn.Module) else type(function).__name__
         raise ArgumentTypeError(
             f"convert_function takes a function of tensors, not {what}; its options go by keyword, as in "
@@ -420,7 +422,8 @@ def _as_module(model: object) -> nn.Module:
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     module = model.module() if isinstance(model, ExportedProgram) else model
     if not isinstance(module, nn.Module):
-        if is_function(module):
+        if plain_function.is_function(module):
+            as_module = plain_function.as_module if _VIEWS else traced_function.as_module
             return as_module(cast("Callable[..., Any]", module))
         hint = f": give an instance of {model.__name__}" if isinstance(model, type) else ""
         raise ArgumentTypeError(

@@ -6,12 +6,12 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache, wraps
-from traceback import StackSummary
+from traceback import StackSummary, walk_tb
 from types import CodeType, MethodType
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,7 +20,12 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
+from autocastfx.capture.float_arguments import floats_kept
+from autocastfx.capture.kept_objects import object_mends
+from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.messages import messages_after_graph
+from autocastfx.capture.stored_results import storing_mends
 from autocastfx.capture.user_casts import mends_that_note
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
@@ -42,8 +47,15 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)
-    context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, *around))
+    context.callback = _Capturing(
+        context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around)
+    )
     return context(function)
+
+
+def _as_often_as_needed() -> AbstractContextManager[object]:
+    """Let Dynamo capture code any number of times: who calls it tells of many."""
+    return torch._dynamo.config.patch(recompile_limit=sys.maxsize, use_numpy_random_stream=True)
 
 
 class _Capturing:
@@ -85,25 +97,21 @@ MENDED = Shared(_mended)
 def mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
 
-    - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
-      requires a gradient, so it would trace through the forward alone, and lose the backward.
+    - Some calls stay whole (:func:`keeping_mends`). An autograd function inside a transform of ``torch.func`` breaks
+      the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
+    - Generators and bounded deques do what they do in Python (:func:`object_mends`).
+    - It is noted which results are the model's state (:func:`storing_mends`).
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them.
     """
     from torch._dynamo import convert_frame
-    from torch._dynamo.exc import Unsupported
-    from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
-
-    call: Any = AutogradFunctionVariable.call_apply
-
-    def call_apply(self: Any, *args: Any) -> Any:
-        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
-            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
-        return call(self, *args)
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     return [
-        (AutogradFunctionVariable, "call_apply", call_apply),
+        *keeping_mends(),
+        *object_mends(),
+        *storing_mends(),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
         *mends_that_note(),
@@ -245,10 +253,16 @@ def is_torchs(file: str) -> bool:
 # Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where.
 
 _CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
+_RAISED = re.compile(r"raised exception (.+)")  # what Dynamo says of an exception that forward itself raises
+_FAILED = re.compile(r"assertion failed.*value: ConstantVariable\(bool: False\)", re.DOTALL)
+_EXPLAINED = re.compile(r"Explanation: (.+)")
+_OWN_SIZE = 300  # characters of an explanation
 _IN_PLACE = "convert in place, with autocastfx.enable, which goes on behind such code"
 
 
-def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+def plain_error(
+    error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_enabled: bool = False
+) -> Exception | None:
     """Return the error to raise in the place of one of Dynamo's; None if that should stay.
 
     Args:
@@ -256,40 +270,70 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
         model: the model.
         args: the arguments of the call by position.
         kwargs: its keyword arguments.
+        is_enabled: whether the model is enabled, so that its graph may break.
     """
-    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
         return error.inner_exception
-    if not isinstance(error, (BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError)):
+    known = (TorchRuntimeError, Unsupported, UserError) if is_enabled else TorchDynamoException
+    if not isinstance(error, known):
         return None
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as wrong:
-        return TypeError(f"{type(model).__name__}.forward: {wrong}")
-    where, called = _innermost(error, model), _called(model, args, kwargs)
-    at = ", ".join(filter(None, (where, called)))
-    at = f"{at[:1].upper()}{at[1:]}"
-    if isinstance(error, TorchRuntimeError):
-        cause = _CAUSE.search(str(error))
-        what = cause["said"] if cause is not None else str(error).partition("\n")[0]
-        what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
-        return CaptureError(
-            f"{type(model).__name__} fails: {what}\n{at}\nCall the model itself with these inputs, "
-            "after autocastfx.disable(model): if that fails too, mend that. If not, please report it."
+    said, mode = str(error), "train" if model.training else "eval"
+    if "bind arguments" in said and (misfit := _misfit(model, args, kwargs)) is not None:
+        return misfit
+    name, fails = type(model).__name__, _failure_of_its_own(error)
+    if fails:
+        first = f"{name} fails: {fails}"
+        advice = (
+            f"Call the model itself with these inputs{', after autocastfx.disable(model)' if is_enabled else ''}: if "
+            "that fails too, mend that. If not, please report it."
         )
-    mode = "train" if model.training else "eval"
-    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-    what = str(cause).strip().partition("\n")[0]
-    raised = CaptureError(
-        f"{type(model).__name__} cannot be captured in {mode} mode, in one graph: {what}\n{at}\n{_advice(str(error))}"
-    )
+    elif isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        first = f"{name} cannot be converted in {mode} mode: {type(inner).__name__}: {str(inner).partition(chr(10))[0]}"
+        advice = f"This is a fault of autocastfx: please report it. Until it is mended, {_IN_PLACE}."
+    else:
+        first = f"{name} cannot be captured in {mode} mode, in one graph: {_reason(said)}"
+        advice = _advice(said)
+    at = ", ".join(filter(None, (_innermost(error, model), _called(model, args, kwargs))))
+    raised = CaptureError("\n".join(filter(None, (first, f"{at[:1].upper()}{at[1:]}", advice))))
     raised.__context__, raised.__suppress_context__ = error, True
     return raised
 
 
+def _failure_of_its_own(error: Exception) -> str:
+    """Return what the model's own code raises; empty if it is Dynamo that fails."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    said = str(error)
+    if isinstance(error, TorchRuntimeError):
+        cause = _CAUSE.search(said)
+        what = cause["said"] if cause is not None else said.partition("\n")[0]
+        return what.partition(r"\nException raised from")[0]  # of C++, with its stack
+    if (raised := _RAISED.search(said)) is not None:
+        return f"forward raises {raised[1]}"
+    return "an assertion in forward does not hold" if _FAILED.search(said) else ""
+
+
+def _reason(said: str) -> str:
+    """Return what Dynamo cannot do: the kind in a few words, and what it explains of it."""
+    kind, explained = said.strip().partition("\n")[0], _EXPLAINED.search(said)
+    return kind if explained is None else f"{kind.rstrip('.')}. {explained[1].strip()[:_OWN_SIZE]}"
+
+
+def _misfit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
+    """Return Python's error for arguments that do not fit ``forward``; None if they do."""
+    try:
+        CallSignature.of(model.forward).describe(args, kwargs)
+    except TypeError as error:
+        return error
+    return None
+
+
 def _advice(said: str) -> str:
-    if "data-dependent" in said.lower() or ".item()" in said or "numpy" in said:
+    said = said.lower()
+    if any(word in said for word in ("data-dependent", "data dependent", ".item()", "tolist", "numpy")):
         return (
             "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
             f"torch.cond or torch's own functions there, convert the submodules apart, or {_IN_PLACE}."
@@ -298,16 +342,24 @@ def _advice(said: str) -> str:
 
 
 def _innermost(error: Any, model: nn.Module) -> str:
-    """Return the innermost line that is not torch's, and the module in whose forward it is."""
+    """Return the innermost line that is not torch's, and the innermost module of the model in whose forward it is."""
     stack: StackSummary | None = getattr(error, "real_stack", None)
     own = [one for one in stack or () if one.filename != CALLER and not is_torchs(one.filename)]
-    if not own:
-        return ""
     lines = [(one.filename, one.lineno or 0) for one in reversed(own)]
     named = list(model.named_modules())
-    inside = [(name, m) for at in lines for name, m in named if name and holds(forward_code(m), *at)]
-    module = f", in module {inside[0][0]!r} ({type(inside[0][1]).__name__})" if inside else ""
-    return f"at {place(*lines[0])}{module}"
+    inside = [*_modules_of_node(error, named)]
+    inside += [(name, m) for at in lines for name, m in named if name and holds(forward_code(m), *at)]
+    module = f"in module {inside[0][0]!r} ({type(inside[0][1]).__name__})" if inside else ""
+    return ", ".join(filter(None, (f"at {place(*lines[0])}" if lines else "", module)))
+
+
+def _modules_of_node(error: Exception, named: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that call the function at which Dynamo fails, innermost first."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "get_fake_value")
+    for frame in frames:
+        stack: Mapping[str, Any] = frame.f_locals["node"].meta.get("nn_module_stack") or {}
+        called = {key.partition("@")[0] for key in stack}
+        yield from reversed([(name, module) for name, module in named if name and str(id(module)) in called])
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

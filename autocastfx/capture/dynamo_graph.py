@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,11 +22,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
+from autocastfx.capture.failure import place
+from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, run_cast
-from autocastfx.capture.whole_calls import record_call
+from autocastfx.capture.whole_calls import AutogradCall, record_call
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
@@ -38,6 +41,7 @@ _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
+_LINE = re.compile(r'File "(.+)", line (\d+)')
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
 
@@ -163,9 +167,8 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
         if is_hook and used_before(node.args[0], node):
-            lines = stack_trace(node).strip().splitlines()[-2:]
-            at = f", at {' '.join(map(str.strip, lines))}" if lines else ""
-            raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
+            at = f", at {line}" if (line := _line(node)) else ""
+            raise CaptureError(f"forward registers a hook on a tensor after the tensor was used{at}")
 
 
 def _refuse_two_hooks(module: fx.GraphModule) -> None:
@@ -188,7 +191,8 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
 
 
 def _line(node: fx.Node) -> str:
-    return stack_trace(node).strip().rpartition("\n")[2].strip()
+    found = _LINE.findall(stack_trace(node))
+    return place(found[-1][0], int(found[-1][1])) if found else ""
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -199,7 +203,8 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Seq
     names: list[str] = []
     for node, one, argument in zip(given, held, arguments, strict=True):
         name = one.path if one is not None else argument or _path(_source(node))
-        name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
+        is_path = one is not None and re.fullmatch(r"[\w.]+", name)
+        name = name if is_path else re.sub(r"\W", "_", name)
         name = name or node.name
         while name in names:
             name += "_"
@@ -250,6 +255,7 @@ def _module_id(key: str) -> int:
 
 def _path(source: str) -> str:
     """Turn an expression of Dynamo, as ``L['self']._modules['fc']._parameters['weight']``, into ``fc.weight``."""
+    source = re.sub(r"^.*\.__func__\.(?:__closure__\[\d+\]\.cell_contents\.?)?", "", source)  # what a function reads
     path: str = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     return re.sub(r"^L\.((self|fn)(?=\.|$))?\.?", "", path)
@@ -313,7 +319,8 @@ class _Tracer(fx.Interpreter):
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_noted(self._node):
             return run_cast(self._node, getattr(torch.Tensor, target), args, kwargs, self.env)
-        return super().call_method(target, args, kwargs)
+        with self._floats(args, kwargs):
+            return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator) and target.name() in _WHOLE:
@@ -324,11 +331,16 @@ class _Tracer(fx.Interpreter):
             return repair(*args, **kwargs)
         if target is torch.Tensor.set_ and not args[0].is_leaf and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
-        if target in self.whole:
+        if isinstance(target, AutogradCall) or target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
         if is_noted(self._node):
             return run_cast(self._node, target, args, kwargs, self.env)
-        return super().call_function(target, args, kwargs)
+        with self._floats(args, kwargs):
+            return super().call_function(target, args, kwargs)
+
+    def _floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+        has_numbers = any(isinstance(one, torch.SymFloat) for one in (*args, *kwargs.values()))
+        return keeping_floats(partial(record_call, called=self.called)) if has_numbers else nullcontext()
 
 
 def _traced(

@@ -392,6 +392,7 @@ class NodeRun(fx.Interpreter):
 # Tensors of a model among the inputs of a graph: torch.compile passes them in.
 
 HELD = "autocastfx_held"  # in the meta of a graph's inputs
+STORED = "autocastfx_stored"  # in the meta of a graph's output: the state that results become, by their numbers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import warnings
 import weakref
 from collections import Counter
@@ -25,23 +24,21 @@ from autocastfx.capture.call import (
     refuse_for_low_model,
     refuse_scripted,
 )
+from autocastfx.capture.kept_whole import are_kept, functions_at
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
-from autocastfx.capture.python_state import private_generators
-from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentError,
     ArgumentTypeError,
     AutocastFXError,
     CaptureError,
-    StateWarning,
     UncapturedGraphWarning,
     UnmatchedRuleWarning,
     UnsupportedError,
 )
 from autocastfx.graph.cell import table
-from autocastfx.graph.names import located, op_name
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Held, attributes_of, copy_graph
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes
@@ -52,7 +49,7 @@ from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
-from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
+from autocastfx.policy.op_list import MatchedRules, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
 from autocastfx.runtime.amp_module import AmpModule
@@ -195,7 +192,7 @@ class CompileBackend:
         Args:
             dtype: as in :func:`convert`; by default float16 where torch finds a GPU, else bfloat16.
             op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python and autograd
-                functions cannot be named: Dynamo has traced through the first, and gives no names of the second.
+                functions can be named where :meth:`compile` compiles the model, and not ``torch.compile`` itself.
             fold: as in :func:`convert`.
             recompose: as in :func:`convert`.
             inner: the backend that compiles what was converted: a name that ``torch.compile`` knows, such as
@@ -208,14 +205,12 @@ class CompileBackend:
         Raises:
             OpListError: a list is wrong.
             ValueError: an argument has no such choice.
-            UnsupportedError: the list names Python functions or autograd functions.
         """
         dtype = chosen_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         check_arguments(fold)
         if uncaptured not in UNCAPTURED:
             raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))
-        _refuse_autograd_functions(lists)
         if lists.saved:
             told = "convert the model for them; the compiler decides here what is kept for backward."
             warnings.warn(
@@ -224,14 +219,7 @@ class CompileBackend:
                 stacklevel=3,
             )
             lists = replace(lists, saved=())
-        self._whole = {function for _, _, function in places(lists.functions())}
-        for function in self._whole:
-            if not function.__module__.startswith("torch."):
-                raise UnsupportedError(
-                    f"the op list {lists.name} names the Python function {function.__module__}."
-                    f"{function.__qualname__}, which torch.compile traces through: name the operators that it calls, "
-                    "or make it an operator by torch.library.custom_op."
-                )
+        self.whole = functions_at(lists.functions())
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
         self.runs = 0
@@ -302,8 +290,10 @@ class CompileBackend:
         Raises:
             BannedOpError: the list bans an op.
             CaptureError: the graph cannot be converted, with ``uncaptured="error"``.
+            UnsupportedError: the list names Python functions, and Dynamo has traced through them.
             VerifyError: a defect of this package.
         """
+        self._refuse_traced()
         device = device_among(inputs)
         graphs: list[CompiledGraph] = []
         guard_hooks()
@@ -321,6 +311,20 @@ class CompileBackend:
             self._warn_of_regions(graph)
             self._add(graph)
         return self._compile(converted, inputs, device)
+
+    def _refuse_traced(self) -> None:
+        """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        own = [one for one in self.whole if not one.__module__.startswith("torch.")]
+        if not are_kept(own) and not conversion_is_off():
+            names = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
+            raise UnsupportedError(
+                f"the op list {self._converter.op_list.name} names {names}, which torch.compile traces through: call "
+                "autocastfx.enable, or the backend's own compile, which keep such functions whole."
+            )
 
     def compile(self, model: nn.Module, **options: Any) -> nn.Module:
         """Compile ``model`` in place, and see to the code that Dynamo skips, which a backend cannot see.
@@ -341,7 +345,6 @@ class CompileBackend:
         """
         if not conversion_is_off():
             refuse_scripted(model)
-            _warn_of_generators(model)
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
@@ -399,7 +402,7 @@ class CompileBackend:
         """
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
-        captured = aten_graph(module, inputs, self._whole, self.paths(), [Held.of(node) for node in passed])
+        captured = aten_graph(module, inputs, self.whole, self.paths(), [Held.of(node) for node in passed])
         parameters = [one for one in captured.tensors.values() if isinstance(one, nn.Parameter)]
         converter = converter or self._converter_for(parameters)
         made = converter.convert_graph(captured.graph, captured.attributes, captured.tensors, device, mode="train")
@@ -497,22 +500,6 @@ def _is_on_its_own(backend: object) -> bool:
     return isinstance(backend, CompileBackend) and not backend._models
 
 
-def _refuse_autograd_functions(lists: OpList) -> None:
-    """Refuse a list that names custom autograd functions: Dynamo's graphs do not say which one a node calls.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    for path in lists.functions():
-        function = located(path)
-        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            raise UnsupportedError(
-                f"the op list {lists.name} names the autograd function {path}, which torch.compile captures without "
-                "its name, and which runs as it is: take the rule out, make the function an operator by "
-                "torch.library.custom_op, or use autocastfx.convert, which keeps the name."
-            )
-
-
 def _warn_of_fused_layers(graph: CompiledGraph) -> None:
     if graph.plan is not None and (fused := _FUSED & {node.op for node in graph.plan.nodes}):
         warnings.warn(
@@ -524,19 +511,6 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
 
 
 # ``enable`` and ``disable``: convert a model that stays the object it is.
-
-
-def _warn_of_generators(model: nn.Module) -> None:
-    """Warn of generators that modules keep, and of which torch.compile repeats the first number for ever."""
-    kept = [path for path, one in private_generators(model).items() if isinstance(one, random.Random)]
-    if kept:
-        warnings.warn(
-            f"{type(model).__name__} keeps generators of random numbers ({', '.join(kept)}): what forward draws from "
-            "them is the same in every call under torch.compile. Draw with torch (torch.rand), or with the functions "
-            "of the module random.",
-            StateWarning,
-            stacklevel=4,
-        )
 
 
 def enable(

@@ -35,6 +35,7 @@ from autocastfx.capture.dynamo import (
     plain_error,
 )
 from autocastfx.capture.failure import quiet_logs
+from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
@@ -181,6 +182,7 @@ class _Backend(Backend, Protocol):
     graphs: list[CompiledGraph]
     skipped: list[skipped.SkippedCode]
     runs: int
+    whole: frozenset[Any]
 
     @property
     def takes_recurrent_layers(self) -> bool: ...
@@ -242,7 +244,7 @@ class CompiledCall:
                     self._called = self.call
                 result = self._called(*args, **kwargs)
         except RuntimeError as error:
-            if (plain := plain_error(error, self.model, args, kwargs)) is None:
+            if (plain := plain_error(error, self.model, args, kwargs, is_enabled=True)) is None:
                 raise
             raise plain from None
         if (failures := [*self._seen.failures]) or self._seen.breaks:
@@ -294,6 +296,7 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         self._around = contexts_for(self.model, recurrent=self.backend.takes_recurrent_layers)
+        self._around.append(lambda: keeping_whole(self.backend.whole))
         for module in list(self.model.modules()):
             code = forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None

@@ -18,11 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from autocastfx.capture.call import CallSignature, CallStructure, device_among
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller
 from autocastfx.capture.export import Captured
+from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
+from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.graph.node import Held, set_value, value
+from autocastfx.capture.stored_results import stored_results
+from autocastfx.graph.node import STORED, Held, path_and_around, set_value, value
+from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
+from autocastfx.runtime.recaptures import tell_of_recapture
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
@@ -127,7 +132,8 @@ class Captures:
         self._begin()
 
     def _begin(self) -> None:
-        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, contexts_for(self.model))
+        around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
+        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model by the graph that fits."""
@@ -144,12 +150,28 @@ class Captures:
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Take a graph of Dynamo's; return what Dynamo calls in its place."""
+        stored = stored_results()
         with capturing(), own_thread_state(), garbage_left():
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
+        refuse_trained(self.model, {name: tensor for name, one in graph.held.items() if (tensor := one()) is not None})
+        self._name_outer_modules(graph)
+        graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
+        tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, graph)
+
+    def _name_outer_modules(self, graph: CapturedGraph) -> None:
+        """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
+        path = next((name for name, module in self._root.named_modules() if module is self.model), "")
+        outer = [(name, self._root.get_submodule(name)) for name in path_and_around(path)]
+        stack = {str(id(module)): (name, type(module)) for name, module in outer}
+        for part in (graph, *graph.inside.values()):
+            for node in all_nodes(part.captured.graph, part.captured.attributes):
+                inner: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+                if node.op == "call_function":
+                    node.meta["nn_module_stack"] = stack | {key: entry for key, entry in inner.items() if key}
 
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
         from autocastfx.capture.dynamo_graph import aten_graph

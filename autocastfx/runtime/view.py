@@ -21,6 +21,7 @@ from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.dynamo import plain_error
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
@@ -578,7 +579,8 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
 
 
 def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
-    return view(Captures(model, CallSignature.of(model.forward)), converter, device, leaves)
+    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
+    return view(captures, converter, device, leaves)
 
 
 _OWN = frozenset({"forward", "_observers", "_graph", "graph"})

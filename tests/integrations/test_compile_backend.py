@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import CompileBackend
-from autocastfx.errors import UncapturedGraphWarning, UnsupportedError, VariantError
+from autocastfx.errors import UncapturedGraphWarning, VariantError
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from tests.helpers import op_list, relative_error, sampled, saved_bytes
@@ -311,16 +311,6 @@ def test_a_banned_op_is_refused(tmp_path: Any) -> None:
 def test_a_wrong_argument_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CompileBackend(**options)
-
-
-def mine(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def test_a_python_function_that_a_list_names_is_refused(tmp_path: Any) -> None:
-    lists = op_list(tmp_path, f"deny:\n  - {mine.__module__}.mine\n")
-    with pytest.raises(UnsupportedError, match=r"the Python function \S+\.mine, which torch\.compile traces"):
-        CompileBackend(dtype=LOW, op_list=["bfloat16", lists])
 
 
 class Normalized(nn.Module):

@@ -38,7 +38,7 @@ def test_a_wrong_size_names_the_line_and_the_inputs(memory: bool) -> None:
     assert "[3, 5] X [4, 8]" in first
     assert place.startswith(f"At {__file__}:")
     called = "float32[3, 5], among others" if memory else "x=float32[3, 5]"
-    assert place.endswith(f": return self.layer(x), called with {called}")
+    assert place.endswith(f": return self.layer(x), in module 'layer' (Linear), called with {called}")
     assert advice.startswith("Call the model itself with these inputs, after autocastfx.disable(model)")
     assert told.value.__suppress_context__
     assert logged == []

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import autocastfx
 from autocastfx import CompileBackend
-from autocastfx.errors import UnmatchedRuleWarning, UnsupportedError
+from autocastfx.errors import UnmatchedRuleWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -98,14 +99,10 @@ class Double(torch.autograd.Function):
         return gradients[0] * 2
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"allow": [f"{__name__}.Double"]},
-        {"ban": [f"{__name__}.Double"]},
-        {"modules": [{"path": "*", "ops": [f"{__name__}.Double"], "category": "low"}]},
-    ],
-)
-def test_a_list_that_names_an_autograd_function_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=rf"the op list .*mine names the autograd function {__name__}\.Double"):
-        autocastfx.enable(Net(), op_list=["default", rules(**data)])
+def test_a_function_that_dynamo_traces_through_is_refused() -> None:
+    lists = ["default", rules(allow=[f"{__name__}.Double"])]
+    compiled = torch.compile(Net(), backend=CompileBackend(op_list=lists, inner="eager"))
+    with pytest.raises(
+        BackendCompilerFailed, match=rf"mine names {__name__}\.Double, which torch\.compile traces through"
+    ):
+        compiled(X)

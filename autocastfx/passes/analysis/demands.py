@@ -13,7 +13,7 @@ from autocastfx.errors import TextPlace
 from autocastfx.graph.alias import AliasSet, alias_sets, aliased, reachable
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
+from autocastfx.graph.node import STORED, Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.passes.analysis.exact_numbers import SCALES, HeldValues, is_second_power
 from autocastfx.passes.analysis.units import Ports, behind_moves, listed_category, only_moves
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
@@ -299,7 +299,7 @@ class Demands:
         """
         new_decisions = dict(decisions)
         storages = alias_sets(graph, self.ports.written)
-        wishes: dict[fx.Node, _Wish] = {}
+        wishes = _stored(graph, storages)
         for node in reversed(graph.nodes):
             reads = [u for u in uses(node) if has_float32(u.node)]
             if node not in decisions or not (reads or has_float32(node)):
@@ -385,6 +385,19 @@ class Demands:
                 made[node] = before[0]
             elif before and decisions[node].category.is_low and self._multiplies_values(node):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
+
+
+def _stored(graph: fx.Graph, storages: Mapping[fx.Node, AliasSet]) -> dict[fx.Node, _Wish]:
+    """The wishes for results that become the model's state when the graph has run."""
+    output = graph.output_node()
+    results = cast("Sequence[fx.Node]", output.args[0])
+    return {
+        _written_with(results[place], storages): _Wish(
+            name, f"it computes the next contents of {name}", Forced.UPDATE, through_products=True
+        )
+        for place, name in output.meta.get(STORED, {}).items()
+        if has_float32(results[place])
+    }
 
 
 def _is_state(storage: AliasSet) -> bool:

@@ -1,0 +1,195 @@
+"""What a model's code may do around its one graph: messages, state, errors; and plain functions of tensors."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from logging.handlers import BufferingHandler
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx.errors import CaptureError, UnsupportedError
+from tests.helpers import heard
+
+X = torch.linspace(-2, 2, 128).view(16, 8)
+LOG = logging.getLogger("of a model")
+LAYER = nn.Linear(8, 8)
+WEIGHT = torch.ones(8, 8, requires_grad=True)
+SCALE = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+        self.kept, self.last = torch.ones(8), torch.ones(8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.linear(x))
+
+
+def convert(function: Callable[..., Any]) -> autocastfx.AmpModule:
+    return autocastfx.convert(Net(function), X, dtype="bfloat16", check=False)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def says(m: Net, x: Tensor) -> Tensor:
+    print("sizes", x.shape, [len(x)])
+    LOG.info("sizes %s", x.shape)
+    warnings.warn("careful", FutureWarning, stacklevel=2)
+    return x + 1
+
+
+def test_what_forward_says_is_said_in_each_call_by_one_graph(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = convert(says)
+    assert not capsys.readouterr().out
+    logged = BufferingHandler(10)
+    monkeypatch.setattr(LOG, "handlers", [logged])
+    monkeypatch.setattr(LOG, "level", logging.INFO)
+    for _ in range(2):
+        with pytest.warns(FutureWarning, match="careful"):
+            model(X)
+    assert capsys.readouterr().out == "sizes torch.Size([16, 8]) [16]\n" * 2
+    assert [one.getMessage() for one in logged.buffer] == ["sizes torch.Size([16, 8])"] * 2
+    assert len(model.variants) == 1
+
+
+def test_a_message_with_keywords_is_refused() -> None:
+    with pytest.raises(CaptureError, match="a call of print with end"):
+        convert(lambda m, x: print("x", end="") or x)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def assigns(m: Net, x: Tensor) -> Tensor:
+    m.average = m.average * 0.9 + x.detach().mean(0) * 0.1
+    m.kept = m.kept * 0.9 + x.detach().mean(0) * 0.1
+    m.last = x.detach() * 2
+    return x
+
+
+def test_what_is_assigned_to_state_is_computed_in_float32() -> None:
+    plan = convert(assigns).plan
+    forced = [node.decision.reason for node in plan.nodes if str(node.decision.source) == "forced:update"]
+    assert sum("leads to average: it computes the next contents of average" in one for one in forced) >= 3
+    assert sum("leads to kept: it computes the next contents of kept" in one for one in forced) >= 2
+    assert not any("last" in one for one in forced)
+
+
+def test_rules_for_the_class_of_the_model_itself_hold() -> None:
+    model = autocastfx.convert(
+        Net(lambda m, x: x.exp()),
+        X,
+        dtype="bfloat16",
+        op_list=["default", autocastfx.OpList.of({"deny": [f"{__name__}.Net"]})],
+    )
+    assert {str(node.placement.run) for node in model.plan.nodes} == {"float32"}
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+def raises(m: Net, x: Tensor) -> Tensor:
+    raise OwnError("too wide", x.shape[1])
+
+
+def asserts(m: Net, x: Tensor) -> Tensor:
+    assert x.shape[1] == 9
+    return x
+
+
+HERE = r"\nAt .*test_one_graph\.py:\d+: .*, called with x=float32\[16, 8\]\n"
+ITSELF = "Call the model itself with these inputs: if that fails too"
+VALUES = "Its control flow depends on tensor values"
+ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "its own": (raises, rf"Net fails: forward raises OwnError\('too wide', 8\){HERE}{ITSELF}"),
+    "an assertion": (asserts, f"Net fails: .*assert.*{HERE}{ITSELF}"),
+    "a size": (lambda m, x: x @ torch.zeros(5, 2), rf"Net fails: .*\[16, 8\] X \[5, 2\]\.{HERE}{ITSELF}"),
+    "a branch": (lambda m, x: x if x.sum() > 0 else -x, f"in one graph: Data-dependent branching.*{HERE}{VALUES}"),
+    "equality": (lambda m, x: x if torch.equal(x, x) else -x, f"aten.equal.default.*{HERE}{VALUES}"),
+    "a clock": (lambda m, x: x * __import__("time").time(), f"{HERE}Write this line so that one graph holds it"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_an_error_says_what_where_and_what_next(name: str) -> None:
+    function, said = ERRORS[name]
+    with pytest.raises(CaptureError, match=said):
+        convert(function)
+
+
+def test_the_module_is_named_where_torchs_code_fails() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 2)))
+    with pytest.raises(CaptureError, match=r"\nIn module '1\.1' \(Linear\), called with input=float32\[3, 4\]\n"):
+        autocastfx.convert(model, torch.randn(3, 4), dtype="bfloat16")
+
+
+def test_arguments_that_do_not_fit_are_pythons_own_error() -> None:
+    model = convert(lambda m, x: x)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        model()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        model(X, y=1)
+
+
+# -- plain functions --------------------------------------------------------------------------------------------------
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x @ x.mT * SCALE
+
+
+def test_a_function_follows_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = autocastfx.convert(scaled, X, dtype="bfloat16")
+    for value in (2.0, 5.0, 7.0):
+        monkeypatch.setattr(f"{__name__}.SCALE", value)
+        assert (model(X) - scaled(X)).abs().max() < 0.02 * scaled(X).abs().max()
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: LAYER(x), lambda x: x @ WEIGHT, lambda x: (lambda w=WEIGHT: x @ w)()], ids=["a", "b", "c"]
+)
+def test_a_function_that_reads_what_is_trained_is_refused(function: Callable[..., Any]) -> None:
+    said = r"the function function reads a tensor from around it that requires a gradient \(.*, \[8, 8\]\)\. .*Module"
+    with pytest.raises(UnsupportedError, match=said):
+        autocastfx.convert(function, X, dtype="bfloat16")
+    late = autocastfx.convert(function, dtype="bfloat16")
+    with pytest.raises(UnsupportedError, match=said):
+        late(X)
+
+
+def test_methods_and_compiled_functions_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"forward is a method of a Linear.*: convert the module"):
+        autocastfx.convert(LAYER.forward, X)
+    with pytest.raises(UnsupportedError, match=r"scaled is compiled by torch\.compile already"):
+        autocastfx.convert(torch.compile(scaled), X)
+
+
+def test_a_further_capture_tells_why() -> None:
+    model = convert(lambda m, x: x * 2 if x.shape[0] > 20 else x)
+    with heard() as lines:
+        model(torch.ones(30, 8))
+    assert any(line.startswith("capturing variant 2: it does not hold that ") for line in lines)
