@@ -106,8 +106,10 @@ def aten_graph(
         for name, one in zip(names, inputs, strict=True)
         if isinstance(one, nn.Parameter) or (name in by_name and not isinstance(one, FakeTensor))
     }
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.target in has_values:
+    for node in graph.find_nodes(op="placeholder"):
+        if (one := by_name.get(str(node.target))) is not None:
+            node.meta[HELD] = one
+        if node.target in has_values:
             node.op = "get_attr"
     return DynamoGraph(graph, attributes, has_values, {name: i for i, name in enumerate(names)}, by_name)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autocastfx.capture.call import CallSignature, CallStructure, device_among
+from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
 from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
@@ -22,6 +22,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.node import Held, set_value, value
 from autocastfx.plan.ranges import mode_of
+from autocastfx.runtime.variant import lift
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
@@ -142,21 +143,8 @@ class Captures:
         return partial(_run, graph)
 
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
-        from autocastfx.capture.dynamo_graph import aten_graph
-
-        call, paths = self.signature.describe(NOW.args, NOW.kwargs), self._paths()
-        taken = set(paths.values())
-        names = [f"{name}_" if name in taken else name for name in call.structure.tensor_names()]
-        named = {id(tensor): name for tensor, name in zip(call.tensors, names, strict=True)}
-        dynamo = aten_graph(module, inputs, self._whole, paths, [], named)
-        device = device_among((*dynamo.tensors.values(), *inputs))
-        values = dict(zip(dynamo.places, inputs, strict=True))
-        return _graph_of(dynamo, call.structure, names, values, modes, device, self._whole, paths)
-
-    def _paths(self) -> dict[int, str]:
-        model = self._root
-        members = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        return {id(member): name for name, member in members}
+        call, paths = self.signature.describe(NOW.args, NOW.kwargs), paths_of([self._root])
+        return captured_graph(module, inputs, self._whole, paths, modes, call)
 
 
 def _run(graph: CapturedGraph, *inputs: Any) -> Any:
@@ -164,6 +152,48 @@ def _run(graph: CapturedGraph, *inputs: Any) -> Any:
     if runs is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     return runs.run_graph(graph, inputs)
+
+
+def captured_graph(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    whole: frozenset[Any],
+    paths: Mapping[int, str],
+    modes: tuple[bool, ...],
+    call: Call | None = None,
+) -> CapturedGraph:
+    """Turn a graph of Dynamo's into one that can be converted.
+
+    Args:
+        module: as Dynamo gives it to a backend.
+        inputs: likewise.
+        whole: functions that stay whole.
+        paths: of modules, parameters and buffers, by their ``id``.
+        modes: of the modules.
+        call: the whole call that the graph is of; None for a graph between breaks, whose inputs may be any.
+    """
+    from autocastfx.capture.dynamo_graph import aten_graph
+
+    taken = set(paths.values())
+    names = [f"{name}_" if name in taken else name for name in (call.structure.tensor_names() if call else ())]
+    named = {id(tensor): name for tensor, name in zip(call.tensors if call else (), names, strict=True)}
+    dynamo = aten_graph(module, inputs, whole, paths, [], named)
+    device = device_among((*dynamo.tensors.values(), *inputs))
+    values = dict(zip(dynamo.places, inputs, strict=True)) if call else {}
+    structure = call.structure if call else _ANY
+    return _graph_of(dynamo, structure, names, values, modes, device, whole, paths)
+
+
+_ANY = CallStructure(pytree.tree_structure(()), ())
+
+
+def paths_of(models: Iterable[nn.Module]) -> dict[int, str]:
+    """Return the paths of modules, parameters and buffers, by their ``id``."""
+    return {
+        id(member): name
+        for model in models
+        for name, member in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _graph_of(
@@ -190,7 +220,9 @@ def _graph_of(
         if isinstance(node.target, WholeCall) and (again := node.target.recomputed) is not None:
             passed = [Held.of(one) if isinstance(one, fx.Node) else None for one in node.target.passed(node.args)]
             part = aten_graph(again, None, whole, paths, passed)
-            inside[node.name] = _graph_of(part, structure, (), {}, modes, device, whole, paths)
+            inner = inside[node.name] = _graph_of(part, structure, (), {}, modes, device, whole, paths)
+            lifted = fx.GraphModule(dict(part.attributes), lift(part.graph, inner.places))
+            node.target = node.target.with_recomputed(lifted)
     return CapturedGraph(captured, tuple(dynamo.places), held, others, inside=inside)
 
 
