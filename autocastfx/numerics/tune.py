@@ -13,7 +13,7 @@ from torch import nn
 
 from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
-from autocastfx.conversion import convert, refuse_unpredicted
+from autocastfx.conversion import convert
 from autocastfx.dtypes import dtype_name, low_dtype
 from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.files import write_whole
@@ -23,6 +23,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.saved_choice import SavedChoice, SavedSearch, check_saved
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
+from autocastfx.options import refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
