@@ -29,7 +29,6 @@ from autocastfx.capture.call import (
     conversion_is_off,
     device_of,
     inputs_of,
-    named_device,
     refuse_scripted,
 )
 from autocastfx.capture.function import as_module, is_function
@@ -182,7 +181,7 @@ def convert(
         saved=saved,
     )
     started = time.perf_counter()
-    module, target = _as_module(model), named_device(device)
+    module, target = _as_module(model), options.target
     if not isinstance(model, ExportedProgram):
         model = module  # of a function, the module that stands for it
     _refuse_enabled(module)

@@ -51,7 +51,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_arguments(self.fold, self.weights, self.headroom)
-        named_device(self.device)
+        _ = self.target
+
+    @property
+    def target(self) -> torch.device | None:
+        """The device to decide for, if it was named."""
+        return named_device(self.device)
 
     @property
     def has_batches(self) -> bool:

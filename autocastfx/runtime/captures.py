@@ -258,11 +258,11 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str]) -> int:
         for dim, size in enumerate(abstract.shape if isinstance(abstract, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt):
                 sizes.setdefault(size.node.expr, (node, dim))
-    others, last = 0, first.prev
+    others, last = 0, next(reversed(graph.find_nodes(op="placeholder")), None)
     for node in inputs.values():
         abstract = value(node)
         is_size = isinstance(abstract, torch.SymInt) and bool(node.users)
-        if is_size and (place := sizes.get(abstract.node.expr)) is not None:
+        if is_size and last is not None and (place := sizes.get(abstract.node.expr)) is not None:
             with graph.inserting_after(last):
                 size = graph.call_function(torch.ops.aten.sym_size.int, place)
             set_value(size, abstract)
