@@ -44,7 +44,7 @@ from autocastfx.graph.node import attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes
 from autocastfx.integrations.checked_copies import check_capture
-from autocastfx.integrations.compiled import CompiledCall
+from autocastfx.integrations.compiled import CompiledCall, called
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import Options, for_models
@@ -409,7 +409,7 @@ class CompileBackend:
         owners = [m for m in self._models if not parameters.keys().isdisjoint(map(id, m.parameters()))]
         owners = owners if parameters else list(self._models)  # a graph without any may belong to each
         modes = tuple(m.training for owner in owners for m in owner.modules()) or (True,)
-        graph = captured_graph(module, inputs, self._whole, self.paths(), modes)
+        graph = captured_graph(module, inputs, self._whole, self.paths(), modes, called(), is_whole=False)
         converter = self._converter
         if not converter.as_captured:
             converter = for_models(converter, owners, parameters.values())

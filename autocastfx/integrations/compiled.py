@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from autocastfx.capture.call import device_of
+from autocastfx.capture.call import Call, CallSignature, device_of
 from autocastfx.capture.dynamo import (
     CALLER,
     Around,
@@ -37,7 +37,7 @@ from autocastfx.capture.dynamo import (
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations import skipped_code as skipped
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
@@ -200,6 +200,7 @@ class CompiledCall:
         from torch._dynamo.utils import to_subclass
 
         self.model, self.backend, self.options = model, backend, options
+        self.given: tuple[Sequence[Any], Mapping[str, Any]] = (), {}  # the arguments of the call that runs
         self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
         self._called = self.call  # the one that has run last: what backward recomputes runs as it ran
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
@@ -240,11 +241,14 @@ class CompiledCall:
                     stack.enter_context(around())
                 if not _is_in_backward():
                     self._called = self.call
+                self.given = args, kwargs
                 result = self._called(*args, **kwargs)
         except RuntimeError as error:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
+        finally:
+            self.given = (), {}
         if (failures := [*self._seen.failures]) or self._seen.breaks:
             breaks = [*self._seen.breaks]
             self._is_broken |= bool(breaks)
@@ -406,6 +410,18 @@ class CompiledCall:
                 )
             backend.skipped.append(replace(one, runs=runs))
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+def called() -> Call | None:
+    """Return the call of an enabled model that is running in this thread; None if there is none, or it has no names."""
+    call = skipped.INSIDE.call
+    if not isinstance(call, CompiledCall):
+        return None
+    args, kwargs = call.given
+    try:
+        return CallSignature.of(call.model.forward).describe(tuple(args), kwargs)
+    except (TypeError, UnsupportedError):  # arguments that do not fit, or have no words
+        return None
 
 
 def _is_in_backward() -> bool:

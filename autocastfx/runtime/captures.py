@@ -161,6 +161,8 @@ def captured_graph(
     paths: Mapping[int, str],
     modes: tuple[bool, ...],
     call: Call | None = None,
+    *,
+    is_whole: bool = True,
 ) -> CapturedGraph:
     """Turn a graph of Dynamo's into one that can be converted.
 
@@ -170,7 +172,8 @@ def captured_graph(
         whole: functions that stay whole.
         paths: of modules, parameters and buffers, by their ``id``.
         modes: of the modules.
-        call: the whole call that the graph is of; None for a graph between breaks, whose inputs may be any.
+        call: the call in which the graph is captured, whose tensors have names; None: it is not known.
+        is_whole: the graph is that of the whole call, and not one of several, whose inputs may be any.
     """
     from autocastfx.capture.dynamo_graph import aten_graph
 
@@ -179,9 +182,10 @@ def captured_graph(
     named = {id(tensor): name for tensor, name in zip(call.tensors if call else (), names, strict=True)}
     dynamo = aten_graph(module, inputs, whole, paths, [], named)
     device = device_among((*dynamo.tensors.values(), *inputs))
-    values = dict(zip(dynamo.places, inputs, strict=True)) if call else {}
-    structure = call.structure if call else _ANY
-    return _graph_of(dynamo, structure, names, values, modes, device, whole, paths)
+    if call is None or not is_whole:
+        return _graph_of(dynamo, _ANY, (), {}, modes, device, whole, paths)
+    values = dict(zip(dynamo.places, inputs, strict=True))
+    return _graph_of(dynamo, call.structure, names, values, modes, device, whole, paths)
 
 
 _ANY = CallStructure(pytree.tree_structure(()), ())

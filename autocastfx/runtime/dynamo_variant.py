@@ -12,8 +12,6 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.leave_intact import garbage_left, own_thread_state
-from autocastfx.capture.progress import stage
 from autocastfx.graph.node import recomputed
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import CapturedGraph
@@ -33,10 +31,8 @@ def converted_variant(
         held: the parameters and buffers that it reads, by their names in it.
         device: decide for this one; None: for that of the graph.
     """
-    captured, device = graph.captured, device or graph.captured.device
-    working = stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}", "passes")
-    with own_thread_state(), garbage_left(), working:
-        variant = DynamoVariant(graph, _converted(converter, graph, held, device))
+    device = device or graph.captured.device
+    variant = DynamoVariant(graph, _converted(converter, graph, held, device))
     places = {name: i for i, name in enumerate(graph.places)}
     fixed = ((n, t) for n, t in held.items() if n in places and n not in graph.varying and not t.requires_grad)
     with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)

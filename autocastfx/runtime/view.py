@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.dynamo import plain_error
-from autocastfx.capture.leave_intact import isolated
+from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
+from autocastfx.capture.progress import stage
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.plan.plan import Precision
@@ -162,7 +163,10 @@ class AmpView(AmpModule):
         held = {**graph.held, **{name: one for name, one in self._held().items() if name in graph.held}}
         before = self._made.get(graph)
         number = len(self._variants) if before is None else list(self._variants).index(before)
-        variant = converted_variant(self._converter, graph, held, self._original.device)
+        device = self._original.device or graph.captured.device
+        working = stage(f"converting {len(graph.captured.graph.nodes)} nodes for {device.type}", "passes")
+        with own_thread_state(), garbage_left(), working:
+            variant = converted_variant(self._converter, graph, held, device)
         variant.mount(f"{_TABLE}.{number}", self._signature)
         self._variants.add_module(str(number), variant)
         self._made[graph] = variant
