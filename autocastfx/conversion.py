@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autocastfx.calibration import calibrate as measure_ranges
 from autocastfx.calibration import first_call
 from autocastfx.capture.call import (
     Call,
@@ -195,7 +196,11 @@ def convert(
         options = replace(options, calibrate=batches)
     if is_off := conversion_is_off():
         options = options.turned_off()
-    converter = options.converter(module, target or device_of(module, args, kwargs), model)
+    measured = model
+    converter = options.converter(
+        *(module, target or device_of(module, args, kwargs)),
+        lambda batches, lists: measure_ranges(measured, batches, op_list=lists),
+    )
     converter = converter if is_off else for_models(converter, [module])
     if weights == "low" and not is_given:
         raise UnsupportedError(

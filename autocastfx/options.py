@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,15 @@ class Options:
         """Return those of a conversion that leaves all in float32."""
         return replace(self, op_list="float32", calibrate=None, plan=None, recompose=False, saved="as computed")
 
-    def converter(self, model: nn.Module | None, device: torch.device, measured: Any = None) -> Converter:
+    def converter(
+        self, model: nn.Module | None, device: torch.device, measure: Callable[[Any, OpListLike], Ranges]
+    ) -> Converter:
         """Read the lists, the plan and the measurements. Rules of models are not among them (:func:`for_models`).
 
         Args:
             model: what is converted; None if that is not known yet.
             device: where it will run.
-            measured: what ranges are measured with, if batches were given.
+            measure: measures ranges of batches, for a list.
 
         Raises:
             OpListError, CalibrationError, SensitivityError, PlanError: what was given cannot be read.
@@ -100,7 +102,7 @@ class Options:
             is_low_model=own is not None,
         )
         if self.calibrate is not None:
-            converter = replace(converter, ranges=ranges_of(self.calibrate, measured, lists))
+            converter = replace(converter, ranges=ranges_of(self.calibrate, measure, lists))
         if self.sensitivity is not None:
             prices = Prices(_read_sensitivity(self.sensitivity, dtype_name(low)))
             refuse_unpredicted(converter, prices.sensitivity.float8)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from autocastfx.calibration import Measuring
 from autocastfx.capture.call import (
     arguments_of,
     conversion_is_off,
@@ -43,14 +44,15 @@ from autocastfx.graph.names import located, op_name
 from autocastfx.graph.node import attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes
-from autocastfx.integrations.checked_copies import check_capture
+from autocastfx.integrations.checked_copies import check_capture, converted_copies
 from autocastfx.integrations.compiled import CompiledCall, called
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
-from autocastfx.policy.op_list import MatchedRules, OpList, load_op_list
+from autocastfx.plan.ranges import Ranges, mode_of
+from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
 from autocastfx.runtime.amp_module import AmpModule
@@ -216,12 +218,8 @@ class CompileBackend:
                 'weights="low" makes a model of its own, for inference, and what is enabled stays the model that it '
                 'is: convert it. weights="cached" keeps copies of 16 bits beside its parameters.'
             )
-        if given.has_batches:
-            raise UnsupportedError(
-                "calibrate takes ranges here, as autocastfx.calibrate(model, batches) returns them: a backend does not "
-                "know the model yet. autocastfx.enable(model, calibrate=batches) measures them."
-            )
-        self._converter = given.converter(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._converter = given.converter(None, device, _refuse_batches)
         self.low, self.inner, self.uncaptured, self.report = self._converter.low, inner, uncaptured, report
         lists = self._converter.op_list
         _refuse_autograd_functions(lists)
@@ -253,6 +251,7 @@ class CompileBackend:
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
         self.runs = 0
+        self.measuring: Measuring | None = None  # runs the graphs as captured, if given
         watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
@@ -413,7 +412,7 @@ class CompileBackend:
         converter = self._converter
         if not converter.as_captured:
             converter = for_models(converter, owners, parameters.values())
-        run = GraphRun(graph, converter, self._device, self._copies_of(owners))
+        run = GraphRun(graph, converter, self._device, self._copies_of(owners), self.measuring)
         made, facts = run.variant, self._converter.facts
         match_graph(self._matched, graph.captured.graph, graph.captured.attributes, made.graph, made.plan, facts)
         return run
@@ -492,6 +491,13 @@ def _name_of(function: object) -> str:
 def _is_on_its_own(backend: object) -> bool:
     """True for a backend that ``torch.compile`` itself calls, and no compiled call, which would see to skipped code."""
     return isinstance(backend, CompileBackend) and not backend._models
+
+
+def _refuse_batches(*_: Any) -> Ranges:
+    raise UnsupportedError(
+        "calibrate takes ranges here, as autocastfx.calibrate(model, batches) returns them: a backend does not know "
+        "the model yet. autocastfx.enable(model, calibrate=batches) measures them."
+    )
 
 
 def _refuse_autograd_functions(lists: OpList) -> None:
@@ -585,7 +591,15 @@ def enable(
     if unknown := [argument for argument in arguments if argument not in known]:
         raise ArgumentTypeError(f"enable takes no {', '.join(map(repr, unknown))}, but {', '.join(known)}.")
     given = Options(dtype=dtype, **{name: one for name, one in arguments.items() if name in _OPTIONS})
-    converter = given.converter(model, given.target or device_of(model), model)
+
+    def measure(batches: Any, lists: OpListLike) -> Ranges:
+        measuring = Measuring(mode_of(m.training for m in model.modules()))
+        bare = CompileBackend(inner="eager", op_list=lists).bare()
+        bare.measuring = measuring
+        (copied,) = converted_copies(model, bare)
+        return measuring.measure(copied, copied, batches)
+
+    converter = given.converter(model, given.target or device_of(model), measure)
     if given.has_batches:
         arguments["calibrate"] = converter.ranges
     backend = CompileBackend(dtype=converter.low, inner=inner, **arguments)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autocastfx.calibration import Measuring
 from autocastfx.capture.call import CallSignature
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.passes.pipeline import Converter
@@ -35,9 +36,14 @@ class GraphRun:
     shown: CompiledGraph
 
     def __init__(
-        self, graph: CapturedGraph, converter: Converter, device: torch.device | None, copies: WorkingCopies | None
+        self,
+        graph: CapturedGraph,
+        converter: Converter,
+        device: torch.device | None,
+        copies: WorkingCopies | None,
+        measuring: Measuring | None,
     ) -> None:
-        self.graph = graph
+        self.graph, self._measuring = graph, measuring
         self._converter, self._device, self._copies = converter, device, copies
         held, graph.held = graph.held, {}  # the model's tensors are not to live on here
         self._read = tuple(held)
@@ -55,6 +61,8 @@ class GraphRun:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
+        if self._measuring is not None:
+            return self._measuring.run_graph(self.graph, inputs)
         variant = self.variant
         if variant.has_changed(inputs) and not variant.still_holds(self.graph, self._converter, inputs):
             self._convert_again(inputs)

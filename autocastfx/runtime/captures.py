@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for
+from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for, plain_error
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
@@ -120,11 +120,21 @@ class Captures:
     def _begin(self) -> None:
         self._call = compiled_in_one_graph(caller(self.model), self._backend, contexts_for(self.model))
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model by the graph that fits."""
+    def call(self, runs: Runs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model; ``runs`` runs the graph that fits."""
         if self._seen != RemovableHandle.next_id:  # torch numbers all hooks of a process
             self._look_at_hooks()
-        return self._call(*args, **kwargs)
+        now = NOW
+        before = now.runs, now.args, now.kwargs
+        now.runs, now.args, now.kwargs = runs, args, kwargs
+        try:
+            return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                raise
+            raise plain from None
+        finally:
+            now.runs, now.args, now.kwargs = before
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -18,7 +18,6 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.dynamo import plain_error
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
@@ -99,18 +98,8 @@ class AmpView(AmpModule):
         return self.forward(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = self, args, kwargs
-        try:
-            result = self._captures.call(*args, **kwargs)
-        except RuntimeError as error:
-            if (plain := plain_error(error, self._model, args, kwargs)) is None:
-                raise
-            raise plain from None
-        finally:
-            now.runs, now.args, now.kwargs = before
-        if now.last is not None:
+        result = self._captures.call(self, args, kwargs)
+        if NOW.last is not None:
             self._note_results(result, args, kwargs)
         return result
 
@@ -175,19 +164,8 @@ class AmpView(AmpModule):
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
         """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
         probe = _Probe()
-        now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = probe, args, kwargs
-        try:
-            self._captures.call(*args, **kwargs)
-        except _Probed:
-            pass
-        except RuntimeError as error:
-            if (plain := plain_error(error, self._model, args, kwargs)) is None:
-                raise
-            raise plain from None
-        finally:
-            now.runs, now.args, now.kwargs = before
+        with suppress(_Probed):
+            self._captures.call(probe, args, kwargs)
         if probe.graph is None:
             raise VariantError("the call runs no graph: its results do not depend on tensors")
         return probe.graph
