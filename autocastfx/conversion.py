@@ -39,7 +39,6 @@ from autocastfx.errors import (
     ArgumentTypeError,
     CaptureError,
     UncheckedWarning,
-    UnmatchedPlanWarning,
     UnsupportedError,
 )
 from autocastfx.options import Options, for_models
@@ -309,16 +308,16 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
     Without ``ranges`` not of ranges: they were measured for this conversion.
     """
     converter = cast("Converter", amp_model._original.converter)
-    if ranges:
-        conversion_warnings.warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
-    if converter.prices is not None:
-        conversion_warnings.warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
-        conversion_warnings.warn_of_unmeasured_products(amp_model, converter.prices.sensitivity, stacklevel)
+    told = conversion_warnings.unmatched_in(
+        amp_model,
+        ranges=converter.ranges if ranges else None,
+        sensitivity=converter.prices.sensitivity if converter.prices is not None else None,
+        plan=converter.plan,
+        saved=converter.op_list.saved,
+    )
+    for category, message in told:
+        warnings.warn(message, category, stacklevel=stacklevel)
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
-    plans = [variant.plan for variant in amp_model.variants]
-    told = () if converter.plan is None else (converter.plan.unmatched(plans), converter.plan.without_float8(plans))
-    for message in filter(None, (*told, converter.plan and converter.plan.without_saved(converter.op_list.saved))):
-        warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 
 
 def _as_module(model: object) -> nn.Module:

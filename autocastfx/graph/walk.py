@@ -68,7 +68,7 @@ def names_stood_for(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str 
     """
     for node in graph.nodes:
         yield from (prefix + name for name in all_names(node)[1:])
-        for target, module in converted_inside(node, attributes).items():
+        for target, module in (converted_inside(node, attributes) | recomputed(node)).items():
             inside = f"{prefix}{target.rpartition('.')[2]}/"
             yield from names_stood_for(module.graph, attributes_of(module, module.graph), inside)
 

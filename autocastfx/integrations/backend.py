@@ -7,7 +7,7 @@ import random
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import wraps
@@ -43,7 +43,7 @@ from autocastfx.graph.cell import table
 from autocastfx.graph.names import located, op_name
 from autocastfx.graph.node import attributes_of
 from autocastfx.graph.sizes import own_sizes
-from autocastfx.graph.walk import all_nodes
+from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.integrations.checked_copies import check_capture, converted_copies
 from autocastfx.integrations.compiled import CompiledCall, called
 from autocastfx.integrations.graph_run import GraphRun
@@ -54,7 +54,7 @@ from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Ranges, mode_of
 from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
+from autocastfx.report.conversion_warnings import match_graph, unmatched, warn_of_other_parameters, without_float8
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.captures import captured_graph, paths_of
 from autocastfx.runtime.working_copies import WorkingCopies
@@ -256,6 +256,8 @@ class CompileBackend:
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
+        self.are_ranges_new = False  # they were measured for this
+        self._stood_for = set[str]()  # names of nodes that others stand for
         self._is_told = self._is_told_of_region = False
         self._copies = weakref.WeakKeyDictionary[nn.Module, WorkingCopies]()
         self._device = given.target
@@ -365,22 +367,34 @@ class CompileBackend:
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """A sentence on each of the op list's own rules that matches no node of the graphs so far."""
-        plans = [graph.plan for graph in self.graphs if graph.plan is not None]
-        return (*self._matched.unmatched(), *without_float8(self._matched.op_list, plans)) if plans else ()
+        """A sentence on each rule, line of a plan and measurement given that matches no node of the graphs so far."""
+        return tuple(message for _, message in self._unmatched())
+
+    def _unmatched(self) -> Iterator[tuple[type[Warning], str]]:
+        if plans := [graph.plan for graph in self.graphs if graph.plan is not None]:
+            lists, converter = self._matched.op_list, self._converter
+            for message in (*self._matched.unmatched(), *without_float8(lists, plans)):
+                yield UnmatchedRuleWarning, message
+            yield from unmatched(
+                *(plans, self._stood_for),
+                ranges=None if self.are_ranges_new else converter.ranges,
+                sensitivity=converter.prices.sensitivity if converter.prices is not None else None,
+                plan=converter.plan,
+                saved=lists.saved,
+            )
 
     def tell_unmatched(self, model: nn.Module) -> None:
-        """Warn of rules that match no node, once: when each compiled model has been called in training.
+        """Warn of what matches no node, once: when each compiled model has been called in training.
 
         Before, graphs are missing that a rule may be for.
         """
         if not self._is_told and model.training and model in self._models:
             self._trained.add(model)
             self._is_told = len(self._trained) == len(self._models)
-            for message in self.unmatched if self._is_told else ():
+            for category, message in self._unmatched() if self._is_told else ():
                 count = len(self.graphs)
                 told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
-                warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
+                warnings.warn(told, category, stacklevel=4)
 
     def _warn_of_regions(self, graph: CompiledGraph) -> None:
         """Say, once, that operators in a region of torch.autocast that is open in the graph stay as they are."""
@@ -414,6 +428,7 @@ class CompileBackend:
             converter = for_models(converter, owners, parameters.values())
         run = GraphRun(graph, converter, self._device, self._copies_of(owners), self.measuring)
         made, facts = run.variant, self._converter.facts
+        self._stood_for.update(names_stood_for(graph.captured.graph, graph.captured.attributes))
         match_graph(self._matched, graph.captured.graph, graph.captured.attributes, made.graph, made.plan, facts)
         return run
 
@@ -603,6 +618,7 @@ def enable(
     if given.has_batches:
         arguments["calibrate"] = converter.ranges
     backend = CompileBackend(dtype=converter.low, inner=inner, **arguments)
+    backend.are_ranges_new = given.has_batches
     if check is not None:
         check_capture(model, backend, arguments_of(check))
     return backend.compile(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.float8 import recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
-from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
+from autocastfx.report.conversion_warnings import unmatched_in
 from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
@@ -286,7 +287,8 @@ def tune(
         )
     else:
         refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
-        warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
+        for category, message in unmatched_in(base, sensitivity=sensitivity):
+            warnings.warn(message, category, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low)
