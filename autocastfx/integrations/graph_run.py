@@ -32,9 +32,6 @@ class GraphRun:
         compiled: what a compiler has made of that; None: the graph runs op by op.
     """
 
-    variant: DynamoVariant
-    shown: CompiledGraph
-
     def __init__(
         self,
         graph: CapturedGraph,
@@ -48,16 +45,17 @@ class GraphRun:
         held, graph.held = graph.held, {}  # the model's tensors are not to live on here
         self._read = tuple(held)
         self.compiled: Callable[..., Any] | None = None
-        self._convert(held)
+        self.variant, module = self._converted(held)
+        self.shown = CompiledGraph(module, self.variant.plan)
 
-    def _convert(self, held: Mapping[str, torch.Tensor]) -> None:
+    def _converted(self, held: Mapping[str, torch.Tensor]) -> tuple[DynamoVariant, fx.GraphModule]:
         variant = converted_variant(self._converter, self.graph, held, self._device)
         attributes = {target: getattr(variant, name) for target, name in variant._held.items()}
         shown = fx.GraphModule({**attributes, ATTRIBUTE: None}, lift(variant.graph, self.graph.places))
         self._owner = nn.Module()
         self._owner.add_module(_TABLE, nn.ModuleList([variant]))
         variant.mount(f"{_TABLE}.0", _SIGNATURE)
-        self.variant, self.shown = variant, CompiledGraph(shown, variant.plan)
+        return variant, shown
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
@@ -73,7 +71,8 @@ class GraphRun:
 
     def _convert_again(self, inputs: Sequence[Any]) -> None:
         by_name = dict(zip(self.graph.places, inputs, strict=True))
-        self._convert({name: by_name[name] for name in self._read})
+        self.variant, self.shown.module = self._converted({name: by_name[name] for name in self._read})
+        self.shown.plan = self.variant.plan
         if self.compiled is not None:
             self.compiled = None
             warnings.warn(
