@@ -45,7 +45,7 @@ from autocastfx.graph.node import attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.integrations.checked_copies import check_capture, converted_copies
-from autocastfx.integrations.compiled import CompiledCall, called
+from autocastfx.integrations.compiled import CompiledCall, called, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import Options, for_models
@@ -323,7 +323,8 @@ class CompileBackend:
             VerifyError: a defect of this package.
         """
         device = device_among(inputs)
-        guard_hooks()
+        if not sees_to_hooks(module):
+            guard_hooks()
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
