@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -198,8 +199,10 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Seq
     """Name the inputs as the model and its signature do, or by where Dynamo found them."""
     names: list[str] = []
     for node, one, argument in zip(given, held, arguments, strict=True):
-        name = one.path if one is not None else re.sub(r"\W", "_", argument or _path(_source(node)))
-        name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
+        name = one.path if one is not None else argument or _path(_source(node))
+        if one is None or not re.fullmatch(r"[\w.]+", name):
+            name = re.sub(r"\W|^(?=\d)", "_", name)  # an argument of Python
+            name = f"{name}_" if keyword.iskeyword(name) else name
         name = name or node.name
         while name in names:
             name += "_"
