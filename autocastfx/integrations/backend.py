@@ -224,7 +224,7 @@ class CompileBackend:
         lists = self._converter.op_list
         _refuse_autograd_functions(lists)
         if lists.saved and inner != "eager":
-            told = "convert the model for them; the compiler decides here what is kept for backward."
+            told = 'the compiler behind inner= decides what is kept for backward; inner="eager" keeps what they say.'
             warnings.warn(
                 f"the rules under 'saved' of the op list {lists.name} have no effect: {told}",
                 UnmatchedRuleWarning,
@@ -435,7 +435,11 @@ class CompileBackend:
 
     def _copies_of(self, owners: Sequence[nn.Module]) -> WorkingCopies | None:
         """Return the working copies of the model that a graph is of; None without ``weights="cached"``."""
-        if self._converter.weights != "cached" or not owners:
+        if self._converter.weights != "cached":
+            return None
+        if not owners:
+            told = "the graph is of no model that the backend has compiled: call backend.compile(model), or enable."
+            warnings.warn(f'weights="cached" has no effect: {told}', UnmatchedRuleWarning, stacklevel=2)
             return None
         owner = owners[0]
         if owner not in self._copies:

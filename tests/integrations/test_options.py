@@ -203,6 +203,8 @@ def test_copies_of_another_kind_are_refused_or_told() -> None:
         autocastfx.enable(model(), dtype=LOW, weights="cached", inner="aot_eager")
     with pytest.warns(UnmatchedRuleWarning, match="rules under 'saved'"):
         autocastfx.enable(model(), dtype=LOW, saved="recompute", inner="aot_eager")
+    with pytest.warns(UnmatchedRuleWarning, match="of no model that the backend has compiled"):
+        torch.compile(model(), backend=autocastfx.CompileBackend(dtype=LOW, weights="cached", inner="eager"))(X)
     with pytest.raises(UnsupportedError, match=r"enable\(model, calibrate=batches\) measures them"):
         autocastfx.CompileBackend(dtype=LOW, calibrate=[X])
 
