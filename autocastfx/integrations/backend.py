@@ -54,7 +54,13 @@ from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Ranges, mode_of
 from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.conversion_warnings import match_graph, unmatched, warn_of_other_parameters, without_float8
+from autocastfx.report.conversion_warnings import (
+    match_graph,
+    unmatched,
+    warn_of_other_parameters,
+    without_float8,
+    without_saved,
+)
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.captures import captured_graph, paths_of
 from autocastfx.runtime.working_copies import WorkingCopies
@@ -374,7 +380,8 @@ class CompileBackend:
     def _unmatched(self) -> Iterator[tuple[type[Warning], str]]:
         if plans := [graph.plan for graph in self.graphs if graph.plan is not None]:
             lists, converter = self._matched.op_list, self._converter
-            for message in (*self._matched.unmatched(), *without_float8(lists, plans)):
+            not_saved = without_saved(lists, plans) if self._trained else ()
+            for message in (*self._matched.unmatched(), *without_float8(lists, plans), *not_saved):
                 yield UnmatchedRuleWarning, message
             yield from unmatched(
                 *(plans, self._stood_for),

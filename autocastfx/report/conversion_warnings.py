@@ -139,14 +139,19 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
     plans = [variant.plan for _, variant in captured]
     messages = (*matched.unmatched(), *without_float8(op_list, plans)) if captured else ()
-    if op_list.saved and any(v.mode != "eval" for _, v in captured) and not any(plan.saved for plan in plans):
-        messages = (
-            *messages,
-            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the "
-            "model trains no parameter, its values are small, or it runs code that may do anything.",
-        )
+    if any(v.mode != "eval" for _, v in captured):
+        messages = (*messages, *without_saved(op_list, plans))
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
+
+
+def without_saved(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence if a list says how values are kept for backward, and none is kept otherwise in training."""
+    if op_list.saved and not any(plan.saved for plan in plans):
+        yield (
+            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the "
+            "model trains no parameter, its values are small, or it runs code that may do anything."
+        )
 
 
 def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
