@@ -5,23 +5,26 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import capture
-from autocastfx.capture.leave_intact import random_numbers_kept
-from autocastfx.capture.measure import MeasuredGraph, apart
+from autocastfx.capture.leave_intact import isolated, random_numbers_kept
+from autocastfx.capture.measure import MeasuredGraph, apart, measured_run
 from autocastfx.capture.progress import Progress, counted
+from autocastfx.capture.whole_calls import places
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.captures import CapturedGraph, Captures
 
 
 def calibrate(
@@ -62,6 +65,8 @@ def calibrate(
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")
+    if VIEWS:
+        return _measured_by_dynamo(module, batches, op_list, training, progress)
     run = _Run(
         model=module,
         training=tuple(m.training if training is None else training for m in module.modules()),
@@ -73,25 +78,83 @@ def calibrate(
         for done, batch in enumerate(batches_of(batches), 1):
             args, kwargs = arguments_of(batch)
             insists = replace(signature, by_position=len(args) if baked else 0)
-            try:
-                call = insists.bind(args, kwargs)
-            except TypeError as error:
-                wanted = f"batch {done} does not fit {type(module).__name__}.forward: {error}"
-                raise CalibrationError(f"{wanted}. A batch holds the inputs of one call, and no targets.") from None
-            run.batch(insists, call)
+            run.batch(insists, _check_fit(insists, module, done, args, kwargs))
             show(done)
     if not done:
         raise CalibrationError(_NO_BATCHES)
     return Ranges(tuple(run.found.values()), done)
 
 
-def ranges_of(given: Any, model: nn.Module | ExportedProgram, op_list: OpListLike) -> Ranges:
-    """Turn ``convert(calibrate=given)`` into ranges: given are ranges, a path to saved ones, or batches to run."""
+class Measuring:
+    """Runs captured graphs as they are, in float32, and notes how large their values get, in one mode."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.found = mode, dict[Key, Range]()
+
+    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """Run a graph with Dynamo's inputs."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            outputs, seen = measured_run(graph.captured, dict(zip(graph.places, inputs, strict=True)))
+        for key, magnitude, count in seen:
+            now = Range(self.mode, *key, magnitude.largest, magnitude.rms, count)
+            self.found[key] = now if (before := self.found.get(key)) is None else before.merged(now)
+        return outputs
+
+    def measure(
+        self, model: nn.Module, call: Callable[..., Any], batches: Iterable[Any], progress: Progress = None
+    ) -> Ranges:
+        """Call ``call``, which runs graphs of ``model`` through this, with each batch; the model stays as it is.
+
+        Raises:
+            CalibrationError: there are no batches, or one does not fit.
+        """
+        signature, done = CallSignature.of(model.forward), 0
+        with isolated(model), counted(progress, "calibrating") as show:
+            for done, batch in enumerate(batches_of(batches), 1):
+                given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments_of(batch))
+                args, kwargs = copy.deepcopy(given)
+                _check_fit(signature, model, done, args, kwargs)
+                call(*args, **kwargs)
+                show(done)
+        if not done:
+            raise CalibrationError(_NO_BATCHES)
+        return Ranges(tuple(self.found.values()), done)
+
+
+def _measured_by_dynamo(
+    model: nn.Module, batches: Iterable[Any], op_list: OpListLike, training: bool | None, progress: Progress
+) -> Ranges:
+    modes = [m.training if training is None else training for m in model.modules()]
+    measuring, leaves = Measuring(mode_of(modes)), load_op_list(op_list).functions()
+    captures = Captures(model, CallSignature.of(model.forward), {function for _, _, function in places(leaves)})
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        for module, mode in zip(model.modules(), modes, strict=True):  # isolated gives back those before
+            module.training = mode
+        captures.call(measuring, args, kwargs)
+
+    return measuring.measure(model, call, batches, progress)
+
+
+def _check_fit(
+    signature: CallSignature, model: nn.Module, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Call:
+    try:
+        return signature.bind(args, kwargs)
+    except TypeError as error:
+        raise CalibrationError(
+            f"batch {number} does not fit {type(model).__name__}.forward: {error}. A batch holds the inputs of one "
+            "call, and no targets."
+        ) from None
+
+
+def ranges_of(given: Any, measure: Callable[[Any, OpListLike], Ranges], op_list: OpListLike) -> Ranges:
+    """Turn ``calibrate=given`` into ranges: given are ranges, a path to saved ones, or batches to ``measure``."""
     if isinstance(given, Ranges):
         return given
     if isinstance(given, (str, os.PathLike)):
         return Ranges.load(cast("str | os.PathLike[str]", given))
-    return calibrate(model, given, op_list=op_list)
+    return measure(given, op_list)
 
 
 def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Iterable[Any]]:
@@ -106,6 +169,7 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     raise CalibrationError(_NO_BATCHES)
 
 
+VIEWS = os.environ.get("AUTOCASTFX_VIEWS") == "1"
 _NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
 
 

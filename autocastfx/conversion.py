@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.calibration import first_call, ranges_of
+from autocastfx.calibration import calibrate as measure_ranges
+from autocastfx.calibration import first_call
 from autocastfx.capture import function as traced_function
 from autocastfx.capture import plain_function
 from autocastfx.capture.call import (
@@ -31,31 +32,23 @@ from autocastfx.capture.call import (
     conversion_is_off,
     device_of,
     inputs_of,
-    named_device,
-    refuse_for_low_model,
     refuse_scripted,
 )
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.progress import parts, stage
-from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentTypeError,
     CaptureError,
-    SensitivityError,
     UncheckedWarning,
-    UnmatchedPlanWarning,
     UnsupportedError,
 )
-from autocastfx.passes.patterns.patterns import chosen
+from autocastfx.options import Options, for_models
 from autocastfx.passes.pipeline import Converter
-from autocastfx.plan.edited_plan import read_plan
-from autocastfx.plan.plan import Plan, Prices
+from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.sensitivity import Sensitivity
-from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
-from autocastfx.policy.saved import rules_of
 from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, FewRows, Trial, compare_calls, trials_of
@@ -175,8 +168,22 @@ def convert(
         VerifyError: a defect of this package; nothing is handed out.
     """
     check_arguments(fold, weights, headroom, check=check)
+    options = Options(
+        dtype=dtype,
+        op_list=op_list,
+        weights=weights,
+        fold=fold,
+        calibrate=calibrate,
+        headroom=headroom,
+        device=device,
+        keep_output_dtype=keep_output_dtype,
+        plan=plan,
+        recompose=recompose,
+        sensitivity=sensitivity,
+        saved=saved,
+    )
     started = time.perf_counter()
-    module, target = _as_module(model), named_device(device)
+    module, target = _as_module(model), options.target
     if not isinstance(model, ExportedProgram):
         model = module  # of a function, the module that stands for it
     _refuse_enabled(module)
@@ -185,22 +192,17 @@ def convert(
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:
         (args, kwargs), is_given = model.example_inputs, True
-    elif not (is_given or calibrate is None or isinstance(calibrate, (Ranges, str, os.PathLike))):
-        (args, kwargs, calibrate), is_given = first_call(calibrate), True
-    converter = _recipe(
-        *(model, module, target or device_of(module, args, kwargs)),
-        dtype=dtype,
-        op_list=op_list,
-        keep_output_dtype=keep_output_dtype,
-        fold=fold,
-        weights=weights,
-        calibrate=calibrate,
-        headroom=headroom,
-        plan=plan,
-        recompose=recompose,
-        sensitivity=sensitivity,
-        saved=saved,
+    elif not is_given and options.has_batches:
+        (args, kwargs, batches), is_given = first_call(cast("Any", calibrate)), True
+        options = replace(options, calibrate=batches)
+    if is_off := conversion_is_off():
+        options = options.turned_off()
+    measured = model
+    converter = options.converter(
+        *(module, target or device_of(module, args, kwargs)),
+        lambda batches, lists: measure_ranges(measured, batches, op_list=lists),
     )
+    converter = converter if is_off else for_models(converter, [module])
     if weights == "low" and not is_given:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
@@ -241,7 +243,7 @@ def convert(
                     _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
         conversion_warnings.warn_of_slow_kernels(amp_model, converter.low)
         if amp_model.variants:  # else the first call captures, and tells
-            _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
+            _tell_unmatched(amp_model, stacklevel=3, ranges=not options.has_batches)
         if weights == "low":
             amp_model._store_low(converter.low)
     return amp_model
@@ -302,113 +304,22 @@ def _converted_function(options: Mapping[str, Any], function: Any) -> AmpModule:
     return convert(function, **options)
 
 
-def _recipe(
-    model: nn.Module | fx.GraphModule | ExportedProgram,
-    module: nn.Module,
-    device: torch.device,
-    *,
-    dtype: torch.dtype | str | None,
-    op_list: OpListLike,
-    keep_output_dtype: bool,
-    fold: str,
-    weights: str,
-    calibrate: Ranges | str | os.PathLike[str] | Iterable[Any] | None,
-    headroom: float,
-    plan: Plan | str | Path | None,
-    recompose: bool | Sequence[str],
-    sensitivity: Sensitivity | str | os.PathLike[str] | None,
-    saved: str | Sequence[Mapping[str, Any]],
-) -> Converter:
-    """Read the lists, the plan and the measurements that were given: all that decides a conversion but the graph.
-
-    ``module`` is the one of ``model``, which itself is what ranges are measured with; it will run on ``device``. Other
-    arguments, and errors, are those of ``convert``.
-    """
-    own = one_low_dtype(p.dtype for p in module.parameters())
-    low = chosen_dtype(own if dtype is None else dtype, device)
-    lists = load_op_list(op_list, default=dtype_name(low))
-    follows = lists.placement == "follow"  # torch.autocast's dispatch casts 16-bit values, too
-    if follows:
-        own, low = None, chosen_dtype(dtype, device)
-    if conversion_is_off():
-        lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
-    elif not follows:
-        lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
-    if saved != "as computed" and (entries := rules_of(saved)) and not conversion_is_off():
-        lists = replace(lists.merged(OpList.of({"saved": entries}, name="saved")), name=lists.name)
-    if own is not None:
-        given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}
-        refuse_for_low_model(module, own, dtype=low, weights=weights, fold=fold, **given)
-        recompose = False
-    edited = None if plan is None else read_plan(plan)
-    patterns = chosen(recompose)
-    facts = load_kernel_facts()
-    converter = Converter(
-        *(lists, facts, low, keep_output_dtype, fold),
-        plan=edited,
-        recompose=patterns,
-        weights=weights,
-        is_low_model=own is not None,
-    )
-    if calibrate is not None:
-        converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
-    if sensitivity is not None:
-        measured = _sensitivity(sensitivity, dtype_name(low))
-        refuse_unpredicted(converter, measured.float8)
-        converter = replace(converter, prices=Prices(measured))
-    return converter
-
-
 def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool = True) -> None:
     """Warn of rules, lines of a plan and measurements that were given to a conversion, and match nothing in its graphs.
 
     Without ``ranges`` not of ranges: they were measured for this conversion.
     """
     converter = cast("Converter", amp_model._original.converter)
-    if ranges:
-        conversion_warnings.warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
-    if converter.prices is not None:
-        conversion_warnings.warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
-        conversion_warnings.warn_of_unmeasured_products(amp_model, converter.prices.sensitivity, stacklevel)
+    told = conversion_warnings.unmatched_in(
+        amp_model,
+        ranges=converter.ranges if ranges else None,
+        sensitivity=converter.prices.sensitivity if converter.prices is not None else None,
+        plan=converter.plan,
+        saved=converter.op_list.saved,
+    )
+    for category, message in told:
+        warnings.warn(message, category, stacklevel=stacklevel)
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
-    plans = [variant.plan for variant in amp_model.variants]
-    told = () if converter.plan is None else (converter.plan.unmatched(plans), converter.plan.without_float8(plans))
-    for message in filter(None, (*told, converter.plan and converter.plan.without_saved(converter.op_list.saved))):
-        warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
-
-
-def refuse_unpredicted(converter: Converter, float8: str) -> None:
-    """Refuse to measure or to predict errors of conversions for which a sensitivity says nothing.
-
-    Args:
-        converter: of the conversion.
-        float8: the recipe by which the sensitivity measures products; empty: it does not.
-
-    Raises:
-        UnsupportedError: the model is 16-bit already, the list follows torch.autocast's dispatch, or asks for float8.
-    """
-    if converter.is_low_model:
-        raise UnsupportedError(
-            "the model is 16-bit already, and a sensitivity compares float32 with 16 bits: measure the float32 model, "
-            "and give its list to convert."
-        )
-    if converter.op_list.placement == "follow":
-        raise UnsupportedError(
-            f"the op list {converter.op_list.name} follows torch.autocast's dispatch, op by op inside of what a "
-            "sensitivity measures whole: give another op_list. tune takes the name of such a list as its budget."
-        )
-    if not float8 and any(rule.products != () for rule in converter.op_list.float8):
-        raise UnsupportedError(
-            f"the op list {converter.op_list.name} asks for float8, and a sensitivity measures 16 bits alone: what it "
-            "predicts would be too small. Measure it with float8=…, in the list's recipe, or give another list."
-        )
-
-
-def _sensitivity(given: Sensitivity | str | os.PathLike[str], dtype: str) -> Sensitivity:
-    sensitivity = given if isinstance(given, Sensitivity) else Sensitivity.load(given)
-    if sensitivity.dtype != dtype:
-        raise SensitivityError(f"the sensitivity was measured for {sensitivity.dtype}, and this converts to {dtype}.")
-    return sensitivity
 
 
 def _as_module(model: object) -> nn.Module:

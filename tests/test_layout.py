@@ -26,6 +26,7 @@ LAYERS = (
     ("runtime",),
     ("passes", "report"),
     ("calibration",),
+    ("options",),
     ("conversion", "testing"),
     ("numerics",),
     ("integrations",),
@@ -36,7 +37,7 @@ FLOOR = {part: floor for floor, parts in enumerate(LAYERS) for part in parts}
 ROOMS = ("analysis", "patterns", "torch_autocast")  # of passes: what passes ask, and they do not ask passes
 SHARED = ("casts", "state")  # the interface of passes
 RUNS_PASSES = ("pipeline",)
-MOST_IN_ROOT, MOST_LINES = 8, 700
+MOST_IN_ROOT, MOST_LINES = 9, 700
 
 
 def broken(package: Path) -> Iterator[str]:
@@ -116,10 +117,10 @@ def test_what_breaks_a_rule_is_said(file: str, text: str, said: str, tmp_path: P
     assert list(broken(tmp_path / "pack")) == [said]
 
 
-def test_a_ninth_module_in_the_root_is_said(tmp_path: Path) -> None:
-    for name in ["errors", "files", *(f"m{i}" for i in range(7))]:
+def test_a_tenth_module_in_the_root_is_said(tmp_path: Path) -> None:
+    for name in ["errors", "files", *(f"m{i}" for i in range(8))]:
         (tmp_path / f"{name}.py").write_text("")
-    assert "9 modules in the root, at most 8" in next(broken(tmp_path))
+    assert "10 modules in the root, at most 9" in next(broken(tmp_path))
 
 
 def test_a_circle_is_said(tmp_path: Path) -> None:
@@ -204,9 +205,9 @@ def traced() -> list[list[str]]:
 
 
 def test_a_reader_of_convert_opens_few_files(traced: list[list[str]]) -> None:
-    """A conversion enters at most 51 files of the package, its check included, and a further call at most 8."""
+    """A conversion enters at most 52 files of the package, its check included, and a further call at most 8."""
     conversion, _, call = traced
-    assert len(conversion) <= 51, conversion
+    assert len(conversion) <= 52, conversion
     assert len(call) <= 8, call
     assert "conversion.py" in conversion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 import warnings
@@ -208,7 +209,13 @@ def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> Me
             return self._call_impl(*args, **kwargs)
         return otherwise(self, *args, **kwargs)
 
-    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
+    return _with_own_code(called, module)
+
+
+def _with_own_code(called: Any, module: nn.Module) -> MethodType:
+    """Return a method with code of its own: Dynamo knows code, and which sizes vary in it, by its name and line."""
+    own = called.__code__.replace(co_name=type(module).__name__, co_firstlineno=next(_LINES))
+    called.__code__ = own
     return MethodType(called, module)
 
 
@@ -218,10 +225,10 @@ def forward_caller(module: nn.Module) -> MethodType:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
-    return MethodType(called, module)
+    return _with_own_code(called, module)
 
 
+_LINES = itertools.count(10_000)
 CALLER = caller.__code__.co_filename
 
 

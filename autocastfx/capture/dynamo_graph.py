@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -112,8 +113,10 @@ def aten_graph(
         for name, one in zip(names, inputs, strict=True)
         if isinstance(one, nn.Parameter) or (name in by_name and not isinstance(one, FakeTensor))
     }
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.target in has_values:
+    for node in graph.find_nodes(op="placeholder"):
+        if (one := by_name.get(str(node.target))) is not None:
+            node.meta[HELD] = one
+        if node.target in has_values:
             node.op = "get_attr"
     return DynamoGraph(graph, attributes, has_values, {name: i for i, name in enumerate(names)}, by_name)
 
@@ -203,8 +206,9 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Seq
     names: list[str] = []
     for node, one, argument in zip(given, held, arguments, strict=True):
         name = one.path if one is not None else argument or _path(_source(node))
-        is_path = one is not None and re.fullmatch(r"[\w.]+", name)
-        name = name if is_path else re.sub(r"\W", "_", name)
+        if one is None or not re.fullmatch(r"[\w.]+", name):
+            name = re.sub(r"\W|^(?=\d)", "_", name)  # an argument of Python
+            name = f"{name}_" if keyword.iskeyword(name) else name
         name = name or node.name
         while name in names:
             name += "_"

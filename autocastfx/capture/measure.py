@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from autocastfx.capture.call import Call
 from autocastfx.capture.export import Captured
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude, read_magnitudes
-from autocastfx.graph.node import NodeRun, attribute
+from autocastfx.graph.node import NodeRun, attribute, recomputed
 from autocastfx.graph.walk import is_converted_inside
 from autocastfx.plan.ranges import Key, key_of
 
@@ -54,6 +54,36 @@ class MeasuredGraph:
         return [(key, *reading) for (key, _), reading in zip(seen, read, strict=True)]
 
 
+def measured_run(
+    captured: Captured, values: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], list[tuple[Key, Magnitude, int]]]:
+    """Run a graph on ``values``, by the names of its inputs and of what it reads of the model; it may write into them.
+
+    Returns:
+        What it gives; and each float32 value's key, magnitude and number of non-finite elements.
+    """
+    attributes, seen = {**captured.attributes, **values}, list[tuple[Key, Measured]]()
+    inputs = [values[str(node.target)] for node in captured.graph.find_nodes(op="placeholder")]
+    outputs = _measure(captured.graph, attributes.__getitem__, seen, "", *inputs)
+    read = read_magnitudes([measured for _, measured in seen])
+    return outputs, [(key, *reading) for (key, _), reading in zip(seen, read, strict=True)]
+
+
+class _MeasuredRun(NodeRun):
+    """Runs what runs again in backward once, and measures inside."""
+
+    def __init__(self, graph: fx.Graph, given: Any, observe: Any, seen: _Seen, prefix: str) -> None:
+        super().__init__(graph, given, observe)
+        self._seen, self._prefix = seen, prefix
+
+    def run_node(self, n: fx.Node) -> Any:
+        for name, module in recomputed(n).items():
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            passed = cast("Any", n.target).passed(args)
+            return _measure(module.graph, partial(attribute, module), self._seen, f"{self._prefix}{name}/", *passed)
+        return super().run_node(n)
+
+
 def _measure(graph: fx.Graph, lookup: Callable[[str], Any], seen: _Seen, prefix: str, *inputs: Any) -> Any:
     """Run ``graph``, and add each float32 value to ``seen``, those in sub-graphs that are converted inside too."""
 
@@ -67,7 +97,7 @@ def _measure(graph: fx.Graph, lookup: Callable[[str], Any], seen: _Seen, prefix:
             return value
         return partial(_measure, value.graph, partial(attribute, value), seen, f"{prefix}{node.target}/")
 
-    return NodeRun(graph, read, observe).run(*inputs, enable_io_processing=False)
+    return _MeasuredRun(graph, read, observe, seen, prefix).run(*inputs, enable_io_processing=False)
 
 
 def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset[str]:

@@ -346,6 +346,12 @@ def subgraphs(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, fx.Grap
     return {t: attributes[t] for t in targets if isinstance(attributes.get(t), fx.GraphModule)}
 
 
+def recomputed(node: fx.Node) -> dict[str, fx.GraphModule]:
+    """Return the graph that a node of activation checkpointing runs, and again in backward, by the node's name."""
+    module = getattr(node.target, "recomputed", None)
+    return {node.name: module} if isinstance(module, fx.GraphModule) else {}
+
+
 def attributes_of(module: torch.nn.Module, graph: fx.Graph) -> dict[str, Any]:
     """All that ``graph`` reads of ``module``, by ``get_attr`` target."""
     return {str(n.target): attribute(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}

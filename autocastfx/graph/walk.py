@@ -10,7 +10,7 @@ from torch import fx
 
 from autocastfx.graph.alias import aliased
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import all_names, attributes_of, subgraphs
+from autocastfx.graph.node import all_names, attributes_of, recomputed, subgraphs
 
 # Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
@@ -68,7 +68,7 @@ def names_stood_for(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str 
     """
     for node in graph.nodes:
         yield from (prefix + name for name in all_names(node)[1:])
-        for target, module in converted_inside(node, attributes).items():
+        for target, module in (converted_inside(node, attributes) | recomputed(node)).items():
             inside = f"{prefix}{target.rpartition('.')[2]}/"
             yield from names_stood_for(module.graph, attributes_of(module, module.graph), inside)
 
@@ -78,7 +78,7 @@ def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Nod
     for node in graph.nodes:
         if node.op in ("call_function", "call_method", "call_module"):
             yield node
-            for module in subgraphs(node, attributes).values():
+            for module in (subgraphs(node, attributes) | recomputed(node)).values():
                 yield from all_nodes(module.graph, attributes_of(module, module.graph))
 
 

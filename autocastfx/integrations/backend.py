@@ -6,28 +6,28 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
+from autocastfx.calibration import Measuring
 from autocastfx.capture.call import (
     arguments_of,
-    check_arguments,
     conversion_is_off,
     device_among,
     device_of,
-    refuse_for_low_model,
     refuse_scripted,
 )
 from autocastfx.capture.kept_whole import are_kept, functions_at
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
-from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
+from autocastfx.capture.stored_results import stored_results
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -39,21 +39,29 @@ from autocastfx.errors import (
 )
 from autocastfx.graph.cell import table
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import Held, attributes_of, copy_graph
+from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
-from autocastfx.graph.walk import all_nodes
-from autocastfx.integrations.checked_copies import check_capture
-from autocastfx.integrations.compiled import CompiledCall
+from autocastfx.graph.walk import all_nodes, names_stood_for
+from autocastfx.integrations.checked_copies import check_capture, converted_copies
+from autocastfx.integrations.compiled import CompiledCall, called, sees_to_hooks
+from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
-from autocastfx.passes.patterns.patterns import chosen
+from autocastfx.options import Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
-from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
+from autocastfx.plan.ranges import Ranges, mode_of
 from autocastfx.policy.op_list import MatchedRules, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
+from autocastfx.report.conversion_warnings import (
+    match_graph,
+    unmatched,
+    warn_of_other_parameters,
+    without_float8,
+    without_saved,
+)
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.variant import count_clipped
+from autocastfx.runtime.captures import captured_graph, paths_of
+from autocastfx.runtime.working_copies import WorkingCopies
 
 # Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
 
@@ -160,6 +168,7 @@ _MOST_IN_A_CELL = 20  # graphs
 # torch's attention layers in evaluation, as one operator.
 _FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 UNCAPTURED = ("autocast", "float32", "error")
+_OPTIONS = tuple(one.name for one in fields(Options))
 
 
 class CompileBackend:
@@ -179,64 +188,75 @@ class CompileBackend:
     def __init__(
         self,
         *,
-        dtype: torch.dtype | str | None = None,
-        op_list: OpListLike = "default",
-        fold: str = "exact",
-        recompose: bool | Sequence[str] = True,
         inner: str | Callable[..., Any] = "inductor",
         uncaptured: str = "autocast",
         report: Callable[[CompiledGraph], object] | None = None,
+        **options: Any,
     ) -> None:
         """Choose how to convert.
 
         Args:
-            dtype: as in :func:`convert`; by default float16 where torch finds a GPU, else bfloat16.
-            op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python and autograd
-                functions can be named where :meth:`compile` compiles the model, and not ``torch.compile`` itself.
-            fold: as in :func:`convert`.
-            recompose: as in :func:`convert`.
             inner: the backend that compiles what was converted: a name that ``torch.compile`` knows, such as
-                ``"inductor"``, ``"aot_eager"`` or ``"eager"``, or a callable.
+                ``"inductor"``, ``"aot_eager"`` or ``"eager"``, or a callable. A compiler decides itself what is kept
+                for backward, and casts parameters in each call: ``saved`` and ``weights="cached"`` are for ``"eager"``.
             uncaptured: how a graph runs that cannot be converted, and code that Dynamo cannot capture: under
                 ``torch.autocast`` with the same dtype, in ``"float32"``, or not at all (``"error"``). The first two
                 warn.
             report: called with each graph.
+            options: of :func:`convert`, by keyword, from ``dtype`` on. The dtype is by default float16 where torch
+                finds a GPU, else bfloat16. Rules by module read the paths in the compiled module. Python and autograd
+                functions cannot be named in a list: Dynamo has traced through the first, and gives no names of the
+                second. ``calibrate`` takes ranges that were measured; :func:`enable` takes batches, too.
 
         Raises:
             OpListError: a list is wrong.
+            TypeError: an option is none of these.
             ValueError: an argument has no such choice.
+            UnsupportedError: ``weights="low"`` was given.
         """
-        dtype = chosen_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        check_arguments(fold)
         if uncaptured not in UNCAPTURED:
             raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
-        lists = load_op_list(op_list, default=dtype_name(dtype))
-        if lists.saved:
-            told = "convert the model for them; the compiler decides here what is kept for backward."
+        given = Options(**options)
+        if given.weights == "low":
+            raise UnsupportedError(
+                'weights="low" makes a model of its own, for inference, and what is enabled stays the model that it '
+                'is: convert it. weights="cached" keeps copies of 16 bits beside its parameters.'
+            )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._converter = given.converter(None, device, _refuse_batches)
+        self.low, self.inner, self.uncaptured, self.report = self._converter.low, inner, uncaptured, report
+        lists = self._converter.op_list
+        if lists.saved and inner != "eager":
+            told = 'the compiler behind inner= decides what is kept for backward; inner="eager" keeps what they say.'
             warnings.warn(
                 f"the rules under 'saved' of the op list {lists.name} have no effect: {told}",
                 UnmatchedRuleWarning,
                 stacklevel=3,
             )
             lists = replace(lists, saved=())
+        if given.weights == "cached" and inner != "eager":
+            warnings.warn(
+                'weights="cached" has no effect: the compiler behind inner= gets graphs that cast their parameters in '
+                'each call, as with weights="cast". inner="eager" reads the copies.',
+                UnmatchedRuleWarning,
+                stacklevel=3,
+            )
+            given = replace(given, weights="cast")
+        self._converter = replace(self._converter, op_list=lists, weights=given.weights)
         self.whole = functions_at(lists.functions())
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
         self.runs = 0
+        self.measuring: Measuring | None = None  # runs the graphs as captured, if given
         watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
+        self.are_ranges_new = False  # they were measured for this
+        self._stood_for = set[str]()  # names of nodes that others stand for
         self._is_told = self._is_told_of_region = False
-        self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
-        self._options: dict[str, Any] = {
-            "dtype": dtype,
-            "op_list": op_list,
-            "fold": fold,
-            "recompose": recompose,
-            "inner": inner,
-        }
-        self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
+        self._copies = weakref.WeakKeyDictionary[nn.Module, WorkingCopies]()
+        self._device = given.target
 
     def __repr__(self) -> str:
         return f"CompileBackend({'; '.join(self._summary())})"
@@ -266,13 +286,19 @@ class CompileBackend:
 
     def like(self) -> CompileBackend:
         """Return another one that converts in the same way."""
-        return CompileBackend(**self._options, uncaptured=self.uncaptured)
+        return self._by(self._converter, self.inner, self.uncaptured)
 
     def bare(self) -> CompileBackend:
         """Return one that runs what is captured without casts."""
-        return CompileBackend(
-            dtype=self.low, op_list="float32", fold="none", recompose=False, inner="eager", uncaptured="float32"
-        )
+        lists = load_op_list("float32")
+        bare = Converter(lists, self._converter.facts, self.low, as_captured=True)
+        return self._by(bare, "eager", "float32")
+
+    def _by(self, converter: Converter, inner: Any, uncaptured: str) -> CompileBackend:
+        made = CompileBackend(dtype=converter.low, inner=inner, uncaptured=uncaptured)
+        made._converter, made.whole, made._device = converter, self.whole, self._device
+        made._matched = MatchedRules(converter.op_list)
+        return made
 
     @property
     def fold(self) -> str:
@@ -295,22 +321,24 @@ class CompileBackend:
         """
         self._refuse_traced()
         device = device_among(inputs)
-        graphs: list[CompiledGraph] = []
-        guard_hooks()
+        if not sees_to_hooks(module):
+            guard_hooks()
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
             with own_thread_state(), stage(f"converting a graph of {len(module.graph.nodes)} nodes"):
-                converted = self._converted(module, inputs, device, graphs)
+                run = self._converted(module, inputs)
         except Exception as error:  # whatever an operator or a tracer raises: it is told
             if isinstance(error, AutocastFXError) and not isinstance(error, CaptureError):
                 raise
             return self._compile_unconverted(module, inputs, device, error)
-        for graph in graphs:
-            _warn_of_fused_layers(graph)
-            self._warn_of_regions(graph)
-            self._add(graph)
-        return self._compile(converted, inputs, device)
+        shown = run.shown
+        _warn_of_fused_layers(shown)
+        self._warn_of_regions(shown)
+        self._add(shown)
+        if self.inner != "eager":
+            run.compiled = self._inner(shown.module, inputs)
+        return self._outside_autocast(run, device.type)
 
     def _refuse_traced(self) -> None:
         """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names.
@@ -351,22 +379,35 @@ class CompileBackend:
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """A sentence on each of the op list's own rules that matches no node of the graphs so far."""
-        plans = [graph.plan for graph in self.graphs if graph.plan is not None]
-        return (*self._matched.unmatched(), *without_float8(self._matched.op_list, plans)) if plans else ()
+        """A sentence on each rule, line of a plan and measurement given that matches no node of the graphs so far."""
+        return tuple(message for _, message in self._unmatched())
+
+    def _unmatched(self) -> Iterator[tuple[type[Warning], str]]:
+        if plans := [graph.plan for graph in self.graphs if graph.plan is not None]:
+            lists, converter = self._matched.op_list, self._converter
+            not_saved = without_saved(lists, plans) if self._trained else ()
+            for message in (*self._matched.unmatched(), *without_float8(lists, plans), *not_saved):
+                yield UnmatchedRuleWarning, message
+            yield from unmatched(
+                *(plans, self._stood_for),
+                ranges=None if self.are_ranges_new else converter.ranges,
+                sensitivity=converter.prices.sensitivity if converter.prices is not None else None,
+                plan=converter.plan,
+                saved=lists.saved,
+            )
 
     def tell_unmatched(self, model: nn.Module) -> None:
-        """Warn of rules that match no node, once: when each compiled model has been called in training.
+        """Warn of what matches no node, once: when each compiled model has been called in training.
 
         Before, graphs are missing that a rule may be for.
         """
         if not self._is_told and model.training and model in self._models:
             self._trained.add(model)
             self._is_told = len(self._trained) == len(self._models)
-            for message in self.unmatched if self._is_told else ():
+            for category, message in self._unmatched() if self._is_told else ():
                 count = len(self.graphs)
                 told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
-                warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
+                warnings.warn(told, category, stacklevel=4)
 
     def _warn_of_regions(self, graph: CompiledGraph) -> None:
         """Say, once, that operators in a region of torch.autocast that is open in the graph stay as they are."""
@@ -381,58 +422,42 @@ class CompileBackend:
 
     def paths(self) -> dict[int, str]:
         """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""
-        return {
-            id(member): name
-            for model in self._models
-            for name, member in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        }
+        return paths_of(self._models)
 
-    def _converted(
-        self,
-        module: fx.GraphModule,
-        inputs: list[Any] | None,
-        device: torch.device,
-        graphs: list[CompiledGraph],
-        converter: Converter | None = None,
-        passed: Sequence[Any] = (),
-    ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``.
+    def refresh_weights(self) -> None:
+        """Make the 16-bit working copies anew, with ``weights="cached"``, after writes into ``parameter.data``."""
+        for copies in self._copies.values():
+            copies.expire()
 
-        A graph that is recomputed has no ``inputs`` of its own, but is ``passed`` nodes of the graph around it.
-        """
-        from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
+    def _converted(self, module: fx.GraphModule, inputs: list[Any]) -> GraphRun:
+        """Convert a graph of Dynamo's, and those in it that run again in backward."""
+        parameters = {id(one): one for one in inputs if isinstance(one, nn.Parameter)}
+        owners = [m for m in self._models if not parameters.keys().isdisjoint(map(id, m.parameters()))]
+        owners = owners if parameters else list(self._models)  # a graph without any may belong to each
+        modes = tuple(m.training for owner in owners for m in owner.modules()) or (True,)
+        graph = captured_graph(module, inputs, self.whole, self.paths(), modes, called(), is_whole=False)
+        graph.captured.graph.output_node().meta[STORED] = stored_results()
+        converter = self._converter
+        if not converter.as_captured:
+            converter = for_models(converter, owners, parameters.values())
+        run = GraphRun(graph, converter, self._device, self._copies_of(owners), self.measuring)
+        made, facts = run.variant, self._converter.facts
+        self._stood_for.update(names_stood_for(graph.captured.graph, graph.captured.attributes))
+        match_graph(self._matched, graph.captured.graph, graph.captured.attributes, made.graph, made.plan, facts)
+        return run
 
-        captured = aten_graph(module, inputs, self.whole, self.paths(), [Held.of(node) for node in passed])
-        parameters = [one for one in captured.tensors.values() if isinstance(one, nn.Parameter)]
-        converter = converter or self._converter_for(parameters)
-        made = converter.convert_graph(captured.graph, captured.attributes, captured.tensors, device, mode="train")
-        converted = run_as_dynamo(captured, made.graph, made.attributes)
-        for node in converted.graph.nodes:
-            if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                given = node.target.passed(node.args)
-                inner = self._converted(inside, None, device, graphs, converter, given)
-                node.target = node.target.with_recomputed(inner)
-        converted.recompile()
-        graphs.append(CompiledGraph(converted, made.plan))
-        facts = self._converter.facts
-        match_graph(self._matched, captured.graph, captured.attributes, made.graph, made.plan, facts)
-        return converted
-
-    def _converter_for(self, parameters: Iterable[nn.Parameter]) -> Converter:
-        """Return the converter of a graph with these parameters: that of the compiled models which own them.
-
-        A graph without parameters may belong to any of the compiled models.
-        """
-        lists = self._converter.op_list
-        if lists.placement == "follow":
-            return self._converter
-        by_id = {id(p): p for p in parameters}
-        owners = [m for m in self._models if not by_id.keys().isdisjoint(map(id, m.parameters()))]
-        owners = owners if by_id else list(self._models)
-        dtypes = [p.dtype for group in (by_id.values(), *(m.parameters() for m in owners)) for p in group]
-        for owner in owners:
-            lists = replace(kept_in_float32(owner, self.low).merged(lists), name=lists.name)
-        return replace(self._converter, op_list=lists, is_low_model=one_low_dtype(dtypes) == self.low)
+    def _copies_of(self, owners: Sequence[nn.Module]) -> WorkingCopies | None:
+        """Return the working copies of the model that a graph is of; None without ``weights="cached"``."""
+        if self._converter.weights != "cached":
+            return None
+        if not owners:
+            told = "the graph is of no model that the backend has compiled: call backend.compile(model), or enable."
+            warnings.warn(f'weights="cached" has no effect: {told}', UnmatchedRuleWarning, stacklevel=2)
+            return None
+        owner = owners[0]
+        if owner not in self._copies:
+            self._copies[owner] = WorkingCopies(owner)
+        return self._copies[owner]
 
     def _compile_unconverted(
         self, module: fx.GraphModule, inputs: list[Any], device: torch.device, error: Exception
@@ -460,13 +485,14 @@ class CompileBackend:
         return float32_where_it_fails(run, exact, device.type)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any], device: torch.device) -> Callable[..., Any]:
+        return self._outside_autocast(self._inner(module, inputs), device.type)
+
+    def _inner(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.registry import lookup_backend
 
         inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
-        if self.inner == "eager" and count_clipped(counting := copy_graph(module.graph)):
-            module = fx.GraphModule(module, counting)
         with own_sizes(), torch._C._DisableAutocast():
-            return self._outside_autocast(inner(module, inputs), device.type)
+            return inner(module, inputs)
 
     def _outside_autocast(self, run: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """Run without torch.autocast: what runs in which precision is decided."""
@@ -498,6 +524,13 @@ def _name_of(function: object) -> str:
 def _is_on_its_own(backend: object) -> bool:
     """True for a backend that ``torch.compile`` itself calls, and no compiled call, which would see to skipped code."""
     return isinstance(backend, CompileBackend) and not backend._models
+
+
+def _refuse_batches(*_: Any) -> Ranges:
+    raise UnsupportedError(
+        "calibrate takes ranges here, as autocastfx.calibrate(model, batches) returns them: a backend does not know "
+        "the model yet. autocastfx.enable(model, calibrate=batches) measures them."
+    )
 
 
 def _warn_of_fused_layers(graph: CompiledGraph) -> None:
@@ -534,7 +567,7 @@ def enable(
         inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
         check: the inputs of a call, as a batch of :func:`calibrate`. What is captured for it, without casts, must do
             what the model does, as in ``convert(check=True)``; that is tried on copies, before the model is enabled.
-        arguments: of :class:`CompileBackend`, such as ``op_list``.
+        arguments: of :class:`CompileBackend`, and options of :func:`convert`, such as ``op_list``.
 
     Returns:
         The same model.
@@ -558,19 +591,23 @@ def enable(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
     warn_of_other_parameters(model, stacklevel=3)
-    follows = load_op_list(arguments.get("op_list", "default")).placement == "follow"  # it casts 16-bit values, too
-    own = None if follows else one_low_dtype(p.dtype for p in model.parameters())
-    low = chosen_dtype(own if dtype is None else dtype, device_of(model))
-    if own is not None:
-        named = {name: arguments[name] for name in ("fold", "recompose") if name in arguments}
-        refuse_for_low_model(model, own, dtype=low, **named)
-    known = inspect.signature(CompileBackend).parameters
+    known = (*_OPTIONS, *inspect.signature(CompileBackend).parameters, "check")
     if unknown := [argument for argument in arguments if argument not in known]:
-        raise ArgumentTypeError(
-            f"enable takes no {', '.join(map(repr, unknown))}, but {', '.join(known)} and check: other arguments of "
-            "convert need the model in one graph. Convert it, or leave them out."
-        )
-    backend = CompileBackend(dtype=low, inner=inner, **arguments)
+        raise ArgumentTypeError(f"enable takes no {', '.join(map(repr, unknown))}, but {', '.join(known)}.")
+    given = Options(dtype=dtype, **{name: one for name, one in arguments.items() if name in _OPTIONS})
+
+    def measure(batches: Any, lists: OpListLike) -> Ranges:
+        measuring = Measuring(mode_of(m.training for m in model.modules()))
+        bare = CompileBackend(inner="eager", op_list=lists).bare()
+        bare.measuring = measuring
+        (copied,) = converted_copies(model, bare)
+        return measuring.measure(copied, copied, batches)
+
+    converter = given.converter(model, given.target or device_of(model), measure)
+    if given.has_batches:
+        arguments["calibrate"] = converter.ranges
+    backend = CompileBackend(dtype=converter.low, inner=inner, **arguments)
+    backend.are_ranges_new = given.has_batches
     if check is not None:
         check_capture(model, backend, arguments_of(check))
     return backend.compile(model)

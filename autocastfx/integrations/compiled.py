@@ -20,8 +20,9 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
+from torch.utils.hooks import RemovableHandle
 
-from autocastfx.capture.call import device_of
+from autocastfx.capture.call import Call, CallSignature, device_of
 from autocastfx.capture.dynamo import (
     CALLER,
     Around,
@@ -38,7 +39,7 @@ from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import Shared
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations import skipped_code as skipped
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
@@ -174,6 +175,14 @@ def _calls_modules(file: str) -> bool:
 # The call of a model that is compiled in place: nothing of it runs in float32 without being told.
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """True if a module in ``model`` has a hook."""
+    return any(getattr(module, table) for module in model.modules() for table in _HOOKS)
+
+
 class _Backend(Backend, Protocol):
     """The backend of a compiled call."""
 
@@ -202,7 +211,10 @@ class CompiledCall:
         from torch._dynamo.utils import to_subclass
 
         self.model, self.backend, self.options = model, backend, options
+        self.given: tuple[Sequence[Any], Mapping[str, Any]] = (), {}  # the arguments of the call that runs
+        self.is_hooked, self._hook = has_hooks(model), RemovableHandle.next_id
         self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
+        self._calls = {self.is_hooked: self.call}
         self._called = self.call  # the one that has run last: what backward recomputes runs as it ran
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Around] = []
@@ -227,6 +239,8 @@ class CompiledCall:
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
         if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportUnnecessaryComparison]
             return self._run_as_it_is("torch.jit.trace around the call", args, kwargs)
+        if self._hook != RemovableHandle.next_id:  # torch numbers all hooks of a process
+            self._look_at_hooks()
         if self._skips != (skips := skipped.skips()):
             skipped.look_again(max(self._skips, 0), self.backend.skipped)
         count, runs = len(self.backend.graphs), self.backend.runs
@@ -242,11 +256,14 @@ class CompiledCall:
                     stack.enter_context(around())
                 if not _is_in_backward():
                     self._called = self.call
+                self.given = args, kwargs
                 result = self._called(*args, **kwargs)
         except RuntimeError as error:
             if (plain := plain_error(error, self.model, args, kwargs, is_enabled=True)) is None:
                 raise
             raise plain from None
+        finally:
+            self.given = (), {}
         if (failures := [*self._seen.failures]) or self._seen.breaks:
             breaks = [*self._seen.breaks]
             self._is_broken |= bool(breaks)
@@ -261,6 +278,19 @@ class CompiledCall:
         self._graphs += self.backend.graphs[count:]
         self.backend.tell_unmatched(self.model)
         return result
+
+    def _look_at_hooks(self) -> None:
+        """Have a model with hooks captured apart: guards on hooks take time. Those guards see to a hook that goes."""
+        self._hook, is_hooked = RemovableHandle.next_id, has_hooks(self.model)
+        if is_hooked != self.is_hooked and not isinstance(self.call, skipped.InAutocast):
+            self.is_hooked = is_hooked
+            if is_hooked not in self._calls:
+                self._calls[is_hooked] = torch.compile(caller(self.model), backend=self.backend, **self.options)
+            self.call = self._calls[is_hooked]
+
+    def captures_whole(self) -> bool:
+        """True if Dynamo looks at the call of the model as a whole, for which this sees to hooks."""
+        return getattr(self._seen.code, "co_filename", "") == CALLER
 
     def _see_to_no_graph(self) -> None:
         """Say why no graph ran in a call, if it is known."""
@@ -409,6 +439,25 @@ class CompiledCall:
                 )
             backend.skipped.append(replace(one, runs=runs))
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+def sees_to_hooks(module: fx.GraphModule) -> bool:
+    """True if a graph of Dynamo's is that of a whole call of a model without hooks, which sees to the first one."""
+    call, why = skipped.INSIDE.call, getattr(module, "compile_subgraph_reason", None)
+    is_whole = isinstance(call, CompiledCall) and call.captures_whole() and not call.is_hooked
+    return is_whole and why is not None and not why.graph_break
+
+
+def called() -> Call | None:
+    """Return the call of an enabled model that is running in this thread; None if there is none, or it has no names."""
+    call = skipped.INSIDE.call
+    if not isinstance(call, CompiledCall):
+        return None
+    args, kwargs = call.given
+    try:
+        return CallSignature.of(call.model.forward).describe(tuple(args), kwargs)
+    except (TypeError, UnsupportedError):  # arguments that do not fit, or have no words
+        return None
 
 
 def _is_in_backward() -> bool:

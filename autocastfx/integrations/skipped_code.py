@@ -171,10 +171,11 @@ class SkippedCode:
 
 @dataclass
 class Seen:
-    """Dynamo's records of the code that it has failed at, and of where its graphs broke."""
+    """Dynamo's records of the code that it has failed at, and of where its graphs broke; what it looks at now."""
 
     failures: list[Any] = field(default_factory=list)
     breaks: list[Any] = field(default_factory=list)
+    code: Any = None
 
 
 @contextmanager
@@ -195,6 +196,7 @@ def noting(capture: Callable[..., Any]) -> Callable[..., Any]:
         from torch._dynamo.utils import graph_break_reasons
 
         seen = getattr(_HERE, "seen", None) or Seen()
+        seen.code = args[0]
         moment, broken = time.time_ns() // 1000, len(graph_break_reasons)  # as Dynamo's records have the time
         try:
             return capture(*args, **kwargs)

@@ -15,7 +15,7 @@ from autocastfx.capture.call import CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
-from autocastfx.conversion import convert, refuse_unpredicted
+from autocastfx.conversion import convert
 from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.graph.names import op_name
 from autocastfx.numerics.compare import TargetDistance
@@ -24,6 +24,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.segments import derivable
+from autocastfx.options import refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
-from autocastfx.conversion import convert, refuse_unpredicted
+from autocastfx.conversion import convert
 from autocastfx.dtypes import dtype_name, low_dtype
 from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.files import write_whole
@@ -23,12 +24,13 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.saved_choice import SavedChoice, SavedSearch, check_saved
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
+from autocastfx.options import refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.float8 import recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
-from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
+from autocastfx.report.conversion_warnings import unmatched_in
 from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
@@ -285,7 +287,8 @@ def tune(
         )
     else:
         refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
-        warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
+        for category, message in unmatched_in(base, sensitivity=sensitivity):
+            warnings.warn(message, category, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low)

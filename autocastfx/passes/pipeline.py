@@ -121,6 +121,7 @@ class Converter(Settings):
         mode: str,
         guesses: frozenset[str] | None = None,
         rewrites: bool = True,
+        prefix: str = "",
     ) -> ConvertedGraph:
         """Convert a copy of ``graph``.
 
@@ -132,6 +133,7 @@ class Converter(Settings):
             mode: of the ranges that hold, ``"train"`` or ``"eval"``.
             guesses: of a draft, as in :class:`Captured`.
             rewrites: False for the decisions alone, in a graph that cannot run and a plan without casts and copies.
+            prefix: of the names in the plan, for a graph that another runs.
 
         Raises:
             BannedOpError, PlanError, VerifyError: as for a call of the converter.
@@ -145,8 +147,8 @@ class Converter(Settings):
         if lists.float8:
             check_float8(settings, device)
         parts = _Parts()
-        made, values = _converted(settings, graph, attributes, tensors, parts, guesses, rewrites=rewrites)
-        keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not draft
+        made, values = _converted(settings, graph, attributes, tensors, parts, guesses, prefix, rewrites=rewrites)
+        keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not (draft or prefix)
         trained = {name: t.requires_grad for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -440,6 +440,15 @@ class Plan:
             f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
             f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{said}"
         )
+
+    def with_inside(self, other: Plan) -> Plan:
+        """Return this plan with that of a graph that this one's graph runs, whose names begin with the node's.
+
+        An error is predicted for both or for none: what one of them adds to the other's is not known.
+        """
+        together = ("nodes", "casts", "recomposed", "copies", "quantized")
+        parts = {name: (*getattr(self, name), *getattr(other, name)) for name in together}
+        return replace(self, **parts, traffic=self.traffic + other.traffic, error=None)
 
     @property
     def low_unmeasured(self) -> int:

@@ -14,9 +14,9 @@ from autocastfx.report.formats import render
 from autocastfx.report.view import SourceLine, View, titled, view_of_graph
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CompiledGraph:
-    """One of Dynamo's graphs, converted or not.
+    """One of Dynamo's graphs, converted or not; as it is now, if it has been converted again.
 
     Attributes:
         module: what the next backend got.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import StateWarning, UnmatchedRuleWarning, listed
+from autocastfx.errors import StateWarning, UnmatchedPlanWarning, UnmatchedRuleWarning, listed
 from autocastfx.graph.walk import all_nodes, names_stood_for
+from autocastfx.plan.edited_plan import EditedPlan
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
@@ -23,48 +24,70 @@ from autocastfx.runtime.amp_module import AmpModule
 _NAMED = 4  # names in a message, before the others are counted
 
 
-def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None, stacklevel: int) -> None:
-    """Warn if measured values match no node."""
-    measured = ranges.values if ranges is not None else ()
-    _warn_of_unmatched(amp_model, measured, "values", "Calibrate again.", stacklevel)
+def unmatched_in(amp_model: AmpModule, **given: Any) -> Iterator[tuple[type[Warning], str]]:
+    """Yield what :func:`unmatched` does, of the graphs of a converted model."""
+    captured = [one.captured for one in amp_model.variants if one.captured is not None]
+    stood_for = {name for one in captured for name in names_stood_for(one.graph, one.attributes)}
+    return unmatched([variant.plan for variant in amp_model.variants], stood_for, **given)
 
 
-def warn_of_unmatched_effects(amp_model: AmpModule, sensitivity: Sensitivity, stacklevel: int) -> None:
-    """Warn if measured nodes match no node: predictions then leave out nodes of this model."""
-    _warn_of_unmatched(amp_model, sensitivity.effects, "nodes", "Measure the sensitivity again.", stacklevel)
+def unmatched(
+    plans: Sequence[Plan],
+    stood_for: Collection[str],
+    *,
+    ranges: Ranges | None = None,
+    sensitivity: Sensitivity | None = None,
+    plan: EditedPlan | None = None,
+    saved: Collection[object] = (),
+) -> Iterator[tuple[type[Warning], str]]:
+    """Yield a sentence on measurements and lines of a plan that were given to a conversion and match none of its nodes.
+
+    Args:
+        plans: of the graphs captured so far.
+        stood_for: the names of nodes that others stand for in these graphs.
+        ranges: what was measured of values, for this model or another.
+        sensitivity: what was measured of nodes, without which predictions leave out nodes of this model.
+        plan: what was decided by hand.
+        saved: the rules of what is kept for backward.
+    """
+    known = {(n.name, n.op, n.module) for one in plans for n in one.nodes}
+    others = {*stood_for, *(name for one in plans for whole in one.recomposed for name in whole.replaced)}
+    if ranges is not None:
+        yield from _missing(known, others, ranges.values, "values", "Calibrate again.")
+    if sensitivity is not None:
+        yield from _missing(known, others, sensitivity.effects, "nodes", "Measure the sensitivity again.")
+        yield from _unmeasured_products(plans, sensitivity)
+    if plan is not None:
+        for message in (plan.unmatched(plans), plan.without_float8(plans), plan.without_saved(saved)):
+            if message:
+                yield UnmatchedPlanWarning, message
 
 
-def warn_of_unmeasured_products(amp_model: AmpModule, sensitivity: Sensitivity, stacklevel: int) -> None:
-    """Warn if products run in float8 by a recipe that was not measured: what is predicted leaves them out."""
-    predicted = [v.plan for v in amp_model.variants if v.plan.error is not None]
-    planned = [(n.name, n.float8) for plan in predicted for n in plan.nodes if n.float8 is not None]
+def _unmeasured_products(plans: Sequence[Plan], sensitivity: Sensitivity) -> Iterator[tuple[type[Warning], str]]:
+    """Say that products run in float8 by a recipe that was not measured: what is predicted leaves them out."""
+    planned = [(n.name, n.float8) for one in plans if one.error is not None for n in one.nodes if n.float8 is not None]
     left_out = {name: one.recipe for name, one in planned if one.products and not one.errors}
     if left_out:
         measured = f"by {sensitivity.float8}" if sensitivity.float8 else "in 16 bits alone"
-        warnings.warn(
+        yield (
+            UserWarning,
             f"the predicted error leaves out the float8 products of {len(left_out)} nodes, and is too small: they run "
             f"by {', '.join(sorted(set(left_out.values())))}, and the sensitivity was measured {measured}. Measure it "
             "with float8=…, in the list's recipe.",
-            stacklevel=stacklevel + 1,
         )
 
 
-def _warn_of_unmatched(
-    amp_model: AmpModule, measured: Sequence[Range | Effect], what: str, again: str, stacklevel: int
-) -> None:
-    planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
+def _missing(
+    known: Collection[Any], others: Collection[str], measured: Sequence[Range | Effect], what: str, again: str
+) -> Iterator[tuple[type[Warning], str]]:
     computed = [m for m in measured if m.op not in ("placeholder", "output")]
-    replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
-    captured = (v.captured for v in amp_model.variants if v.captured is not None)
-    replaced |= {name for one in captured for name in names_stood_for(one.graph, one.attributes)}
-    missing = [m for m in computed if m.key not in planned and m.name not in replaced]
-    if missing:
+    if missing := [m for m in computed if m.key not in known and m.name not in others]:
         first = missing[0]
-        warnings.warn(
+        yield (
+            UserWarning,
             f"{len(missing)} of {len(computed)} measured {what} match no node of the graphs captured now, the first "
             f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
             f"version of the model, or in other calls. {again}",
-            stacklevel=stacklevel + 2,
         )
 
 
@@ -116,14 +139,19 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
     plans = [variant.plan for _, variant in captured]
     messages = (*matched.unmatched(), *without_float8(op_list, plans)) if captured else ()
-    if op_list.saved and any(v.mode != "eval" for _, v in captured) and not any(plan.saved for plan in plans):
-        messages = (
-            *messages,
-            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the "
-            "model trains no parameter, its values are small, or it runs code that may do anything.",
-        )
+    if any(v.mode != "eval" for _, v in captured):
+        messages = (*messages, *without_saved(op_list, plans))
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
+
+
+def without_saved(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence if a list says how values are kept for backward, and none is kept otherwise in training."""
+    if op_list.saved and not any(plan.saved for plan in plans):
+        yield (
+            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the "
+            "model trains no parameter, its values are small, or it runs code that may do anything."
+        )
 
 
 def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from autocastfx.graph.node import (
     example,
     example_size,
     origin,
+    recomputed,
     settings,
     stack_trace,
     subgraphs,
@@ -116,7 +117,7 @@ def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str 
     """
     for node in graph.nodes:
         yield prefix + node.name, tensors(node)
-        for target, part in subgraphs(node, attributes).items():
+        for target, part in (subgraphs(node, attributes) | recomputed(node)).items():
             yield from captured_values(part.graph, attributes_of(part, part.graph), f"{prefix}{target}/")
 
 
@@ -447,9 +448,8 @@ class _Join:
             elif node.op == "output":
                 yield Row(name, "output", depth=depth, reads=reads)
             else:
-                inner = {
-                    f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in subgraphs(node, attribute_values).items()
-                }
+                graphs = subgraphs(node, attribute_values) | recomputed(node)
+                inner = {f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in graphs.items()}
                 inner = {p: part for p, part in inner.items() if self._knows(p)}
                 runs = tuple(p.removesuffix("/") for p in inner)
                 line = source_line(stack_trace(node))

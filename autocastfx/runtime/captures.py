@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autocastfx.capture.call import CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller
+from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
+from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller, plain_error
 from autocastfx.capture.export import Captured
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
@@ -28,6 +28,7 @@ from autocastfx.graph.node import STORED, Held, path_and_around, set_value, valu
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.recaptures import tell_of_recapture
+from autocastfx.runtime.variant import lift
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
@@ -106,6 +107,15 @@ class CapturedGraph:
         """Note which tensors a call reads that are no arguments."""
         self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
 
+    def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
+
+        Args:
+            own: the model's parameters and buffers, as they are now.
+        """
+        read = {name: own.get(name, reference()) for name, reference in self.held.items() if name not in self.varying}
+        return {name: tensor for name, tensor in read.items() if tensor is not None}
+
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Return what gives a tensor as long as the model holds it; a number that Dynamo made a tensor for ever."""
@@ -135,11 +145,21 @@ class Captures:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
         self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model by the graph that fits."""
+    def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model; ``runs`` runs the graph that fits."""
         if self._seen != RemovableHandle.next_id:  # torch numbers all hooks of a process
             self._look_at_hooks()
-        return self._call(*args, **kwargs)
+        now = NOW
+        before = now.runs, now.args, now.kwargs
+        now.runs, now.args, now.kwargs = runs, args, kwargs
+        try:
+            return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                raise
+            raise plain from None
+        finally:
+            now.runs, now.args, now.kwargs = before
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""
@@ -155,7 +175,7 @@ class Captures:
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
-        refuse_trained(self.model, {name: tensor for name, one in graph.held.items() if (tensor := one()) is not None})
+        refuse_trained(self.model, graph.read({}))
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
@@ -174,21 +194,8 @@ class Captures:
                     node.meta["nn_module_stack"] = stack | {key: entry for key, entry in inner.items() if key}
 
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
-        from autocastfx.capture.dynamo_graph import aten_graph
-
-        call, paths = self.signature.describe(NOW.args, NOW.kwargs), self._paths()
-        taken = set(paths.values())
-        names = [f"{name}_" if name in taken else name for name in call.structure.tensor_names()]
-        named = {id(tensor): name for tensor, name in zip(call.tensors, names, strict=True)}
-        dynamo = aten_graph(module, inputs, self._whole, paths, [], named)
-        device = device_among((*dynamo.tensors.values(), *inputs))
-        values = dict(zip(dynamo.places, inputs, strict=True))
-        return _graph_of(dynamo, call.structure, names, call.tensors, values, modes, device, self._whole, paths)
-
-    def _paths(self) -> dict[int, str]:
-        model = self._root
-        members = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        return {id(member): name for name, member in members}
+        call, paths = self.signature.describe(NOW.args, NOW.kwargs), paths_of([self._root])
+        return captured_graph(module, inputs, self._whole, paths, modes, call)
 
 
 def _run(graph: CapturedGraph, *inputs: Any) -> Any:
@@ -196,6 +203,52 @@ def _run(graph: CapturedGraph, *inputs: Any) -> Any:
     if runs is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     return runs.run_graph(graph, inputs)
+
+
+def captured_graph(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    whole: frozenset[Any],
+    paths: Mapping[int, str],
+    modes: tuple[bool, ...],
+    call: Call | None = None,
+    *,
+    is_whole: bool = True,
+) -> CapturedGraph:
+    """Turn a graph of Dynamo's into one that can be converted.
+
+    Args:
+        module: as Dynamo gives it to a backend.
+        inputs: likewise.
+        whole: functions that stay whole.
+        paths: of modules, parameters and buffers, by their ``id``.
+        modes: of the modules.
+        call: the call in which the graph is captured, whose tensors have names; None: it is not known.
+        is_whole: the graph is that of the whole call, and not one of several, whose inputs may be any.
+    """
+    from autocastfx.capture.dynamo_graph import aten_graph
+
+    taken = set(paths.values())
+    names = [f"{name}_" if name in taken else name for name in (call.structure.tensor_names() if call else ())]
+    named = {id(tensor): name for tensor, name in zip(call.tensors if call else (), names, strict=True)}
+    dynamo = aten_graph(module, inputs, whole, paths, [], named)
+    device = device_among((*dynamo.tensors.values(), *inputs))
+    if call is None or not is_whole:
+        return _graph_of(dynamo, _ANY, (), (), {}, modes, device, whole, paths)
+    values = dict(zip(dynamo.places, inputs, strict=True))
+    return _graph_of(dynamo, call.structure, names, call.tensors, values, modes, device, whole, paths)
+
+
+_ANY = CallStructure(pytree.tree_structure(()), ())
+
+
+def paths_of(models: Iterable[nn.Module]) -> dict[int, str]:
+    """Return the paths of modules, parameters and buffers, by their ``id``."""
+    return {
+        id(member): name
+        for model in models
+        for name, member in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _graph_of(
@@ -227,7 +280,9 @@ def _graph_of(
         if isinstance(node.target, WholeCall) and (again := node.target.recomputed) is not None:
             passed = [Held.of(one) if isinstance(one, fx.Node) else None for one in node.target.passed(node.args)]
             part = aten_graph(again, None, whole, paths, passed)
-            inside[node.name] = _graph_of(part, structure, (), (), {}, modes, device, whole, paths)
+            inner = inside[node.name] = _graph_of(part, structure, (), (), {}, modes, device, whole, paths)
+            lifted = fx.GraphModule(dict(part.attributes), lift(part.graph, inner.places))
+            node.target = node.target.with_recomputed(lifted)
     return CapturedGraph(captured, tuple(dynamo.places), held, others, inside=inside)
 
 
@@ -264,11 +319,11 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str], tensors: Sequence[torch
         for dim, size in enumerate(abstract.shape if isinstance(abstract, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt):
                 sizes.setdefault(size.node.expr, (node, dim))
-    others, last = 0, first.prev
+    others, last = 0, next(reversed(graph.find_nodes(op="placeholder")), None)
     for node in inputs.values():
         abstract = value(node)
         is_size = isinstance(abstract, torch.SymInt) and bool(node.users)
-        if is_size and (place := sizes.get(abstract.node.expr)) is not None:
+        if is_size and last is not None and (place := sizes.get(abstract.node.expr)) is not None:
             with graph.inserting_after(last):
                 size = graph.call_function(torch.ops.aten.sym_size.int, place)
             set_value(size, abstract)

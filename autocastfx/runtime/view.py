@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,104 +16,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.dynamo import plain_error
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
-from autocastfx.graph.node import NodeRun, attribute, value
+from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.plan.plan import Precision
-from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
+from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
 from autocastfx.runtime.module_tree import signed_forward
-from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
-from autocastfx.runtime.variant import Variant, compiled, lift, quickened
-from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
+from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.working_copies import WorkingCopies
 
 _C: Any = torch._C
 _TABLE = "_variants"
-
-
-class DynamoVariant(Variant):
-    """A converted graph of Dynamo's: its function takes the owner, the working copies, and Dynamo's inputs."""
-
-    def __init__(self, graph: CapturedGraph, made: Any) -> None:
-        captured = graph.captured
-        super().__init__(
-            graph=made.graph,
-            attributes=made.attributes,
-            plan=made.plan,
-            out_spec=captured.out_spec,
-            structure=captured.structure,
-            guard=captured.guard,
-            modes=captured.training,
-            device=captured.device,
-            state=captured.state,
-            captured=captured,
-        )
-        self.places, self.results = graph.places, graph.results
-        self.fixed: Sequence[FixedTensor] = ()
-
-    def mount(self, prefix: str, signature: CallSignature) -> None:
-        """Read constants from ``prefix``, the path of this variant in its owner, and compile."""
-        super().mount(prefix, signature)
-        self.graph.set_codegen(CodeGen())
-
-    def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the model's output, from the outputs of the graph and the tensors of the call."""
-        return self.results.output(outputs, tensors)
-
-    def compile_graph(self, forms: Forms = planned_form) -> None:
-        """Generate ``code`` and ``function(owner, copies, *inputs)`` from the present graph."""
-        self.code, _ = compiled(self.graph)
-        self.keeping = self.graph
-        constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
-        called = quickened(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
-        if saved := self.plan.saved:
-            self.keeping = keep_chosen(self.graph, saved, forms)
-            called = keep_chosen(called, saved, forms)
-        _, function = compiled(called)
-        held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
-
-        def run(owner: nn.Module, copies: WorkingCopies | None, *inputs: Any) -> tuple[Any, ...]:
-            return function(owner, copies, *inputs, *held)
-
-        self.function = run if held else function
-
-
-@dataclass(frozen=True)
-class FixedTensor:
-    """A tensor that no optimizer changes, and on whose numbers decisions rest.
-
-    Attributes:
-        place: the number of Dynamo's input.
-        tensor: it, if it is still there.
-        version: how often it had been written into.
-        facts: what decisions rest on.
-    """
-
-    place: int
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    facts: tuple[object, ...]
-
-    @classmethod
-    def of(cls, place: int, tensor: torch.Tensor, facts: tuple[object, ...]) -> FixedTensor:
-        """Note the tensor as it is now."""
-        return cls(place, weakref.ref(tensor), _version(tensor), facts)
-
-    def is_as_before(self, inputs: Sequence[Any]) -> bool:
-        """True if it is the same tensor, and nothing was written into it."""
-        now = inputs[self.place]
-        return self.tensor() is now and _version(now) == self.version
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
@@ -185,18 +103,8 @@ class AmpView(AmpModule):
 
     def _call_as(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, where ``runs`` runs the graph that fits."""
-        now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = runs, args, kwargs
-        try:
-            result = self._captures.call(*args, **kwargs)
-        except RuntimeError as error:
-            if (plain := plain_error(error, self._model, args, kwargs)) is None:
-                raise
-            raise plain from None
-        finally:
-            now.runs, now.args, now.kwargs = before
-        if now.last is not None:
+        result = self._captures.call(runs, args, kwargs)
+        if NOW.last is not None:
             self._note_results(result, args, kwargs)
         return result
 
@@ -210,7 +118,7 @@ class AmpView(AmpModule):
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a captured graph as this model converts it."""
         variant = self._made.get(graph) or self._convert(graph)
-        if variant.fixed and not all(fixed.is_as_before(inputs) for fixed in variant.fixed):
+        if variant.has_changed(inputs):
             variant = self._look_again(graph, variant, inputs)
         copies = self._autocastfx_copies.fresh()
         if self._observers:
@@ -243,41 +151,16 @@ class AmpView(AmpModule):
         return run.run(*tensors, enable_io_processing=False)
 
     def _look_again(self, graph: CapturedGraph, variant: DynamoVariant, inputs: Sequence[Any]) -> DynamoVariant:
-        """Convert again if decisions rest on numbers that have changed: now on none of the tensors that hold them."""
-        facts_of, changed = self._converter.fixed_facts, set[str]()
-        now: list[FixedTensor] = []
-        for fixed in variant.fixed:
-            tensor = inputs[fixed.place]
-            facts = fixed.facts if fixed.is_as_before(inputs) else facts_of(tensor)
-            if facts == fixed.facts:
-                now.append(FixedTensor.of(fixed.place, tensor, facts))
-            else:
-                changed.add(graph.places[fixed.place])
-        variant.fixed = now
-        if not changed:
-            return variant
-        graph.varying |= changed
-        return self._convert(graph)
+        return variant if variant.still_holds(graph, self._converter, inputs) else self._convert(graph)
 
     def _convert(self, graph: CapturedGraph) -> DynamoVariant:
-        converter, captured = self._converter, graph.captured
-        held = self._read_by(graph)
-        abstract = {str(node.target): value(node) for node in captured.graph.find_nodes(op="get_attr")}
-        tensors = {name: held.get(name, abstract[name]) for name in graph.held if name in held or name in abstract}
-        device = self._original.device or captured.device
-        working = stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}", "passes")
+        before = self._made.get(graph)
+        number = len(self._variants) if before is None else list(self._variants).index(before)
+        device = self._original.device or graph.captured.device
+        working = stage(f"converting {len(graph.captured.graph.nodes)} nodes for {device.type}", "passes")
         with own_thread_state(), garbage_left(), working:
-            made = converter.convert_graph(
-                *(captured.graph, captured.attributes, tensors, device), mode=mode_of(captured.training)
-            )
-            variant = DynamoVariant(graph, made)
-            before = self._made.get(graph)
-            number = len(self._variants) if before is None else list(self._variants).index(before)
-            variant.mount(f"{_TABLE}.{number}", self._signature)
-        places = {name: i for i, name in enumerate(graph.places)}
-        fixed = ((n, t) for n, t in held.items() if n in places and not t.requires_grad)
-        with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)
-        variant.fixed = [FixedTensor.of(places[n], t, facts) for n, t, facts in with_facts if facts]
+            variant = converted_variant(self._converter, graph, graph.read(self._held()), device)
+        variant.mount(f"{_TABLE}.{number}", self._signature)
         self._variants.add_module(str(number), variant)
         self._made[graph] = variant
         return variant
@@ -357,13 +240,7 @@ class AmpView(AmpModule):
 
     def _outside(self) -> dict[str, Any]:
         held = self._held()
-        return {n: t for graph in self._made for n, t in self._read_by(graph).items() if n not in held}
-
-    def _read_by(self, graph: CapturedGraph) -> dict[str, torch.Tensor]:
-        """Return what a graph reads that is no argument, as far as it is there and its numbers stay."""
-        own = self._held()
-        read = {name: own.get(name, reference()) for name, reference in graph.held.items() if name not in graph.varying}
-        return {name: tensor for name, tensor in read.items() if tensor is not None}
+        return {n: t for graph in self._made for n, t in graph.read(held).items() if n not in held}
 
     def _held(self) -> dict[str, torch.Tensor]:
         model = self._model

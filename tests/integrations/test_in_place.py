@@ -179,6 +179,16 @@ def test_the_first_hook_is_followed_and_so_is_its_end(kind: str, path: str, way:
     assert torch._dynamo.config.skip_nnmodule_hook_guards
 
 
+def test_a_hook_in_the_place_of_another_runs() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    plain = autocastfx.enable(model, dtype=LOW)(x)
+    for factor in (0.0, 2.0, 4.0):  # powers of 2, which are exact
+        handle = model[1].register_forward_hook(lambda _, __, y, factor=factor: y * factor)
+        assert torch.equal(model(x), plain * factor)
+        handle.remove()
+        assert torch.equal(model(x), plain)
+
+
 def test_hooks_of_what_others_compile_are_left_to_torch() -> None:
     model, x = made()
     autocastfx.enable(model, dtype=LOW)(x)

@@ -99,7 +99,7 @@ def test_the_exit_code_is_the_scripts_and_the_report_is_written(run_script: Run,
 
 
 def test_a_grad_scaler_is_ours_and_its_skips_are_counted(run_script: Run) -> None:
-    with pytest.warns(ClippedValuesWarning, match="128 values of 'args_0' were beyond 65,504"):
+    with pytest.warns(ClippedValuesWarning, match="128 values of 'input_1' were beyond 65,504"):
         _, out, report = run_script(MODEL + SCALED, "--dtype", "float16")
     assert out.split() == ["autocastfx.training.grad_scaler", "32768.0"]
     assert (report["steps"], report["skipped_steps"], report["unscaled_steps"]) == (2, 1, 0)

@@ -310,7 +310,7 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.rnn(x)[0]
 
     facts = replace(load_kernel_facts(), no_kernel={("cpu", "float16"): frozenset({"lstm"})})
-    monkeypatch.setattr(sys.modules["autocastfx.conversion"], "load_kernel_facts", lambda: facts)
+    monkeypatch.setattr(sys.modules["autocastfx.options"], "load_kernel_facts", lambda: facts)
     x = torch.rand(2, 3, 8)
     low = autocastfx.convert(Net(), (x,), dtype=torch.bfloat16)
     high = autocastfx.convert(Net(), (x,), dtype=torch.float16)
@@ -410,7 +410,7 @@ def test_a_forced_low_module_has_no_kernels_that_the_device_lacks(
     x: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = replace(load_kernel_facts(), no_kernel={("cpu", "float16"): frozenset({"exp"})})
-    monkeypatch.setattr(sys.modules["autocastfx.conversion"], "load_kernel_facts", lambda: facts)
+    monkeypatch.setattr(sys.modules["autocastfx.options"], "load_kernel_facts", lambda: facts)
     rules = op_list(tmp_path, "modules: [{path: '**', category: low}]")
     plan = plan_of(lambda x: (x @ x).exp() @ x, x, op_list=["default", rules])
     assert plan["exp"].decision.source == "forced:no-kernel"

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
 def test_lines_that_cannot_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, node, reason = REFUSED[name]
     facts = replace(load_kernel_facts(), no_kernel={("cpu", "bfloat16"): frozenset({"exp"})})
-    monkeypatch.setattr(sys.modules["autocastfx.conversion"], "load_kernel_facts", lambda: facts)
+    monkeypatch.setattr(sys.modules["autocastfx.options"], "load_kernel_facts", lambda: facts)
     inputs = (torch.rand(8, 8),)
     plan = autocastfx.convert(Function(function), inputs, dtype=torch.bfloat16).plan
     path = edited(plan, tmp_path, *placed(node, "low"))

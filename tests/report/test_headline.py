@@ -114,7 +114,7 @@ def test_graphs_are_told_apart_by_mode_inputs_and_device() -> None:
     model(torch.ones(2, 8))
     model.eval()(torch.ones(2, 8))
     views, _ = views_of(model, "dump shows")
-    assert views[0].title == "graph 1 of 2, train mode, args_0=float32[2, 8], cpu"
+    assert views[0].title == "graph 1 of 2, train mode, x=float32[2, 8], cpu"
     assert views[1].title.startswith("graph 2 of 2, ")
     assert views[1].title.endswith("=float32[2, 8], cpu")
     assert view_of(converted("cnn")).title.endswith(" mode, images=float32[2, 3, 8, 8], cpu")

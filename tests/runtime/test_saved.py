@@ -315,7 +315,7 @@ def test_a_compiler_is_told_that_it_chooses(model: Layers, x: Tensor) -> None:
 def test_an_enabled_model_is_told_that_rules_have_no_effect(x: Tensor) -> None:
     lists = autocastfx.OpList.of({"extends": "bfloat16", "saved": [{"keep": "recompute"}]})
     with pytest.warns(UnmatchedRuleWarning, match="the rules under 'saved' of the op list OpList have no effect"):
-        autocastfx.enable(enabled := Layers(1).train(), dtype="bfloat16", op_list=lists)
+        autocastfx.enable(enabled := Layers(1).train(), dtype="bfloat16", op_list=lists, inner="aot_eager")
     enabled(x).backward()
     backend = autocastfx.backend_of(enabled)
     assert backend is not None
