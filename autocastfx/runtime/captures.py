@@ -25,6 +25,7 @@ from autocastfx.plan.ranges import mode_of
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
+    from autocastfx.runtime.around import Around
 
 
 class Runs(Protocol):
@@ -42,6 +43,7 @@ class Now(threading.local):
     runs: Runs | None = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    around: Around | None = None  # what is left meanwhile, and entered again where the converted graph runs
     last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
 
 

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
@@ -28,7 +29,8 @@ from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.captures import NOW, CapturedGraph, Captures
+from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
+from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.variant import Variant, compiled, lift, quickened
@@ -83,6 +85,16 @@ class DynamoVariant(Variant):
             return function(owner, copies, *inputs, *held)
 
         self.function = run if held else function
+        self._traced: Callable[..., tuple[Any, ...]] | None = None
+
+    def traced(self, owner: nn.Module) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of Dynamo's inputs for a compiler to look into."""
+        if self._traced is None:
+            constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
+            _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+            held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
+            self._traced = lambda *inputs: function(owner, None, *inputs, *held)
+        return self._traced
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,9 @@ class AmpView(AmpModule):
             _lineno_map={},
         )
         self.__dict__["_autocastfx_copies"] = WorkingCopies(self)
-        self.__dict__["forward"] = MethodType(signed_forward(captures.signature), self)
+        forward = signed_forward(captures.signature)
+        skip_frames(forward)
+        self.__dict__["forward"] = MethodType(forward, self)
 
     @property
     def _converter(self) -> Any:
@@ -180,9 +194,21 @@ class AmpView(AmpModule):
         return self.forward(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_inlining()
+        compiler = set_eval_frame(None)
+        if compiler is None and not is_inside():
+            return self._called(self, args, kwargs)
+        around = Around(self._model, compiler)
+        return around.call(partial(self._called, self, around=around), args, kwargs)
+
+    def _called(
+        self, runs: Runs, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, around: Around | None = None
+    ) -> Any:
+        """Make the call, and let ``runs`` run the graph that Dynamo chooses."""
         now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = self, args, kwargs
+        before = now.runs, now.args, now.kwargs, now.around
+        now.runs, now.args, now.kwargs, now.around = runs, args, kwargs, around
         try:
             result = self._captures.call(*args, **kwargs)
         except RuntimeError as error:
@@ -190,7 +216,7 @@ class AmpView(AmpModule):
                 raise
             raise plain from None
         finally:
-            now.runs, now.args, now.kwargs = before
+            now.runs, now.args, now.kwargs, now.around = before
         if now.last is not None:
             self._note_results(result, args, kwargs)
         return result
@@ -204,20 +230,30 @@ class AmpView(AmpModule):
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a captured graph as this model converts it."""
+        around = NOW.around
+        if around is not None:
+            graph.varying.update(around.places_stood_in(graph.places, inputs))
+            inputs = around.given(inputs)
         variant = self._made.get(graph) or self._convert(graph)
         if variant.fixed and not all(fixed.is_as_before(inputs) for fixed in variant.fixed):
             variant = self._look_again(graph, variant, inputs)
-        copies = self._autocastfx_copies.fresh()
-        if self._observers:
-            outputs = self._run_observed(variant, inputs)
-        elif variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
-            with torch.autocast(variant.autocast, enabled=False):
-                outputs = variant.function(self, copies, *inputs)
+        if around is None:
+            outputs = self._computed(variant, inputs)
         else:
-            outputs = variant.function(self, copies, *inputs)
+            with around.entered():
+                outputs = around.run(variant.traced(self), *inputs) if around.compiler else self._computed(variant, inputs)
         if graph.results.spec is None:
             NOW.last = graph, inputs, outputs
         return outputs
+
+    def _computed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
+        if self._observers:
+            return self._run_observed(variant, inputs)
+        copies = self._autocastfx_copies.fresh()
+        if variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
+            with torch.autocast(variant.autocast, enabled=False):
+                return variant.function(self, copies, *inputs)
+        return variant.function(self, copies, *inputs)
 
     def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         values = dict(zip(variant.places, inputs, strict=True))
@@ -243,7 +279,8 @@ class AmpView(AmpModule):
         now: list[FixedTensor] = []
         for fixed in variant.fixed:
             tensor = inputs[fixed.place]
-            facts = fixed.facts if fixed.is_as_before(inputs) else facts_of(tensor)
+            is_read = NOW.around is None or not NOW.around.stands_for(tensor)
+            facts = fixed.facts if fixed.is_as_before(inputs) else facts_of(tensor) if is_read else ()
             if facts == fixed.facts:
                 now.append(FixedTensor.of(fixed.place, tensor, facts))
             else:
@@ -280,19 +317,14 @@ class AmpView(AmpModule):
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
         """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
         probe = _Probe()
-        now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = probe, args, kwargs
         try:
-            self._captures.call(*args, **kwargs)
+            if is_inside():
+                around = Around(self._model, None)
+                around.call(partial(self._called, probe, around=around), args, kwargs)
+            else:
+                self._called(probe, args, kwargs)
         except _Probed:
             pass
-        except RuntimeError as error:
-            if (plain := plain_error(error, self._model, args, kwargs)) is None:
-                raise
-            raise plain from None
-        finally:
-            now.runs, now.args, now.kwargs = before
         if probe.graph is None:
             raise VariantError("the call runs no graph: its results do not depend on tensors")
         return probe.graph
@@ -557,3 +589,4 @@ for _name, _member in vars(nn.Module).items():
 for _name in (*_TABLES, "training"):
     setattr(AmpView, _name, _of_model(_name))
 AmpView._call_impl = AmpView._wrapped_call_impl = AmpView.__call__
+skip_frames(AmpView.__call__, AmpView._run)
