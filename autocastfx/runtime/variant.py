@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -62,6 +63,7 @@ _ALIKE: Sequence[tuple[Any, str]] = (
 )
 # Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
 _COPIES = 16
+_OURS = f"{__name__.partition('.')[0]}."
 _MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
 
 
@@ -177,16 +179,23 @@ def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
 
 def quickened(graph: fx.Graph) -> fx.Graph:
     """Let a graph, which is for running alone, call functions that take the host less time; returns it."""
+    call_quick(graph)
+    count_clipped(graph)
+    _read_together(graph)
+    _count_together(graph)
+    return graph
+
+
+def call_quick(graph: fx.Graph, *, torchs_alone: bool = False) -> None:
+    """Let a graph call torch's functions, and ours, in the place of operators; with ``torchs_alone`` torch's alone."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.to.dtype and node.args[1:] in _CASTS and not node.kwargs:
             node.target, node.args = _CASTS[node.args[1:]], node.args[:1]
         elif node.target in QUICK and _is_called_alike(node):
-            node.target = QUICK[node.target]
-    count_clipped(graph)
+            function = QUICK[node.target]
+            if not (torchs_alone and isinstance(function, FunctionType) and function.__module__.startswith(_OURS)):
+                node.target = function
     _copy_constants(graph)
-    _read_together(graph)
-    _count_together(graph)
-    return graph
 
 
 def count_clipped(graph: fx.Graph) -> bool:

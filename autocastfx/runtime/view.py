@@ -31,6 +31,7 @@ from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
+from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.variant import Variant, compiled, lift, quickened
@@ -334,7 +335,7 @@ class AmpView(AmpModule):
         graph = self._probe(tuple(args), kwargs)
         variant = self._made.get(graph) or self._convert(graph)
         if graph.results.spec is None:
-            with isolated(self._model), torch.no_grad():
+            with isolated(self._model):
                 self._run(tuple(args), kwargs)
         return variant
 
@@ -467,6 +468,36 @@ class AmpView(AmpModule):
         if target == _TABLE or target.startswith(f"{_TABLE}."):
             return self._variants.get_submodule(target.removeprefix(_TABLE).removeprefix("."))
         return self._model.get_submodule(target)
+
+    def freeze(self, *args: Any, **kwargs: Any) -> fx.GraphModule:
+        """Return the graph of such a call as a plain ``torch.fx.GraphModule``, which is static.
+
+        It shares the model's parameters and buffers, under the model's names. It is for ``torch.export``, ONNX,
+        ``torch.jit.trace``, files without the model's class, CUDA graphs, and calls that take the host least time. A
+        call of another structure, dtype, device or mode is an error, and so are other sizes, but for those that the
+        graph was captured for. Whatever else forward reads in Python stays as it is now. 16-bit copies of weights are
+        made in each call, and what float16 clips is not counted.
+
+        Without arguments it is the one graph that there is for the present mode.
+
+        Raises:
+            VariantError: there are several graphs, or it has not been called yet.
+            NotCapturedError: there is none.
+            UnsupportedError: the graph takes numbers that change from call to call, or returns what no graph holds.
+        """
+        variant = cast("DynamoVariant", self._variant_for(args, kwargs) if args or kwargs else self._only_variant())
+        graph = next(graph for graph, made in self._made.items() if made is variant)
+        return freeze(self._model, self._captures._root, self._signature, graph, variant)
+
+    def _only_variant(self) -> Variant:
+        modes = self._modes()
+        fitting = [one for one in self.variants if one.modes == modes]
+        if len(fitting) > 1 or (fitting and cast("DynamoVariant", fitting[0]).results.spec is None):
+            why = f"{len(fitting)} graphs fit the present mode" if len(fitting) > 1 else "the graph has not run yet"
+            raise VariantError(f"{why}: give freeze the inputs of a call.")
+        if not fitting:
+            raise NotCapturedError("there is no graph of the present mode: give freeze the inputs of a call.")
+        return fitting[0]
 
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies anew."""
