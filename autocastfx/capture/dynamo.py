@@ -41,6 +41,11 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)
+    if not hasattr(context, "callback"):
+        raise CaptureError(
+            "Dynamo is off (TORCHDYNAMO_DISABLE=1, or torch._dynamo.config.disable), and a converted model needs it: a "
+            "call would run in float32. Turn it on, or use what amp_model.freeze(*inputs) has made."
+        )
     context.callback = _Capturing(context.callback, (quiet_logs, lambda: MENDED, *around))
     return context(function)
 
@@ -223,6 +228,7 @@ def is_torchs(file: str) -> bool:
 # Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where.
 
 _CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
+_NOTHING = "torch.compile with fullgraph=True found no compiled frames."  # as torch says it
 _IN_PLACE = "convert in place, with autocastfx.enable, which goes on behind such code"
 
 
@@ -239,6 +245,11 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
 
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
         return error.inner_exception
+    if str(error).startswith(_NOTHING):
+        return CaptureError(
+            f"Dynamo captures nothing of {type(model).__name__}, which would run in float32:"
+            f"{str(error).removeprefix(_NOTHING)}"
+        )
     if not isinstance(error, (TorchRuntimeError, Unsupported, UserError)):
         return None
     where, called = _innermost(error, model), _called(model, args, kwargs)

@@ -357,6 +357,7 @@ def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[boo
     if any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
         return [False] * len(inputs)
     parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
-    is_cast = any(one.dtype == torch.float32 and torch.is_autocast_enabled(one.device.type) for one in parameters)
+    kinds = {one.device.type for one in parameters if one.dtype == torch.float32}
+    is_cast = any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind))
     given = (isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) for one in inputs)
     return [is_cast and is_given and one.dtype in LOW_DTYPES for one, is_given in zip(inputs, given, strict=True)]

@@ -64,7 +64,8 @@ class Around:
         Raises:
             UnsupportedError: torch.fx records the call without knowing sizes or dtypes.
         """
-        if any(isinstance(one, torch.fx.Proxy) for one in pytree.tree_leaves((args, dict(kwargs)))):
+        is_unknown = isinstance(args, torch.fx.Proxy) or isinstance(kwargs, torch.fx.Proxy)
+        if is_unknown or any(isinstance(one, torch.fx.Proxy) for one in pytree.tree_leaves((args, dict(kwargs)))):
             raise UnsupportedError(
                 "torch.fx.symbolic_trace gives a converted model no tensors, by which it chooses a graph: trace "
                 "amp_model.freeze(*inputs), which is one graph, or by make_fx."

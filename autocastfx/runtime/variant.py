@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import operator
 import re
@@ -289,7 +290,6 @@ def _is_called_alike(node: fx.Node) -> bool:
     return required <= len(node.args) <= _MOST_POSITIONAL.get(target, len(node.args))
 
 
-_numbers = itertools.count()
 # torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
 _EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
 
@@ -303,7 +303,7 @@ class _CallCode(CodeGen):
         self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
-        if names := _keywords_of_export():
+        if names := keywords_of_export():
             count = len(args) - len(names)
             return self.tensors_of(*args[:count], **dict(zip(names, args[count:], strict=True)))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
@@ -342,7 +342,7 @@ class _CallCode(CodeGen):
         return [("_tensors_of", self.tensors_of), ("_outputs_of", self.process_outputs)]
 
 
-def _keywords_of_export() -> list[str]:
+def keywords_of_export() -> list[str]:
     """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
         if frame.f_code.co_filename == _EXPORT and "kwargs" in frame.f_locals:
@@ -492,7 +492,7 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
         code = graph.python_code("self")
     finally:
         graph.set_codegen(for_others)
-    filename = f"<autocastfx graph {next(_numbers)}>"
+    filename = f"<autocastfx graph {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"  # in traces, which are compared
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)

@@ -34,7 +34,7 @@ from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
-from autocastfx.runtime.variant import Variant, compiled, lift, quickened
+from autocastfx.runtime.variant import Variant, compiled, keywords_of_export, lift, quickened
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 _C: Any = torch._C
@@ -193,6 +193,10 @@ class AmpView(AmpModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, by the converted graph that fits."""
         return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; each object has one of its own, with the signature of the model's."""
+        return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -384,11 +388,23 @@ class AmpView(AmpModule):
 
     @property
     def _graph(self) -> fx.Graph:
-        return self._active.graph
+        return self._call_graph() if torch.compiler.is_exporting() else self._active.graph
 
     @_graph.setter
     def _graph(self, graph: fx.Graph) -> None:
         self._active.graph = graph
+
+    def _call_graph(self) -> fx.Graph:
+        """Return a graph of one call of this model: torch.export runs graphs node by node, and checks nothing."""
+
+        def call(given: Sequence[Any]) -> Any:
+            names = keywords_of_export()
+            count = len(given) - len(names)
+            return self(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+        graph = fx.Graph()
+        graph.output(graph.call_function(call, (graph.placeholder("*given"),)))
+        return graph
 
     def recompile(self) -> Any:
         """Make the shown variant run its graph as it now is."""
@@ -620,4 +636,4 @@ for _name, _member in vars(nn.Module).items():
 for _name in (*_TABLES, "training"):
     setattr(AmpView, _name, _of_model(_name))
 AmpView._call_impl = AmpView._wrapped_call_impl = AmpView.__call__
-skip_frames(AmpView.__call__, AmpView._run)
+skip_frames(AmpView.__call__, AmpView.forward, AmpView._run)
