@@ -103,7 +103,7 @@ class Around:
         """Run a function, compiled by the compiler that is around, if any."""
         if not callable(self.compiler):
             return function(*inputs)
-        eval_frame.set_eval_frame(self.compiler)
+        eval_frame.set_eval_frame(cast("Any", self.compiler))
         try:
             return function(*inputs)
         finally:
@@ -157,7 +157,7 @@ class Around:
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, FakeTensor):
         return any(isinstance(size, torch.SymInt) for size in tensor.shape)
-    is_functional = isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor)
+    is_functional = isinstance(tensor, FunctionalTensor) or cast("Any", torch)._is_functional_tensor(tensor)
     return is_functional or _functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -165,7 +165,7 @@ def _number(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-# ---- what is left, each as a context in which it is not there ---------------------------------------------------------
+# ---- what is left, each as a context in which it is not there --------------------------------------------------------
 
 
 def _left_states() -> Iterator[AbstractContextManager[Any]]:
@@ -182,12 +182,13 @@ def _left_states() -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.object(torch.compiler, "_is_exporting_flag", False, create=True)
     if frames._stance.stance not in _CONVERTS:
         yield mock.patch.object(frames, "_stance", frames.DynamoStance())
-    yield _without_trace()
+    yield without_trace()
     yield _without_count()
 
 
 @contextmanager
-def _without_trace() -> Generator[None]:
+def without_trace() -> Generator[None]:
+    """While open, torch.jit.trace records nothing, and sizes are numbers."""
     state = _C._get_tracing_state()
     _C._set_tracing_state(None)
     try:

@@ -1,4 +1,4 @@
-"""One graph of a converted model as a plain GraphModule, which is static: for exporters, traces, files and CUDA graphs."""
+"""One graph of a converted model as a plain GraphModule, which is static: for exporters, traces and files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from autocastfx.capture.call import CallSignature, CallStructure, sized
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import UnsupportedError, VariantError
 from autocastfx.graph.node import attribute, value
+from autocastfx.runtime.around import without_trace
+from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.saved import keep_chosen, planned_form
 from autocastfx.runtime.variant import call_quick
 from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
@@ -69,6 +71,12 @@ class FrozenCall(nn.Module):
             VariantError: the graph was captured for another structure, mode, dtype, device or size.
             UnsupportedError: a region of torch.autocast is open, which would cast once more.
         """
+        if torch._C._get_tracing_state() is None:
+            return self._checked(values)
+        with without_trace():
+            return self._checked(values)
+
+    def _checked(self, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         if self.training is not self.mode:
             raise VariantError(
                 f"the frozen {self.model} was captured in {_MODES[self.mode]} mode, and cannot be switched: freeze the "
@@ -96,7 +104,7 @@ class FrozenCall(nn.Module):
         return tuple(tensors)
 
     def _bound(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
-        arguments = {name: one for name, one in zip(self.names, values, strict=True)}
+        arguments = dict(zip(self.names, values, strict=True))
         given = {p.name: p for p in self.signature.parameters}
         kept = {
             name: one
@@ -165,7 +173,9 @@ def freeze(
     own = _holders(model, {})
     devices = [getattr(value(node), "device", None) for node in inputs]  # None: nothing reads it
     modes = set(variant.modes)
-    call = FrozenCall(name, signature, captured.structure, variant.guard, devices, modes.pop() if len(modes) == 1 else None)
+    call = FrozenCall(
+        name, signature, captured.structure, variant.guard, devices, modes.pop() if len(modes) == 1 else None
+    )
     own.add_module(_CALL, call)
     frozen = _graph_of(own, model, root, graph, variant)
     made = fx.GraphModule(own, frozen, class_name=f"Frozen{name}")
@@ -203,6 +213,7 @@ def _graph_of(
     tensors = _check_of(frozen, call, len(inputs))
     leaves = dict(zip(inputs, tensors, strict=True))
     made: dict[fx.Node, Any] = {}
+    outputs: list[Any] = []
 
     def held(target: str) -> str:
         """Return the path in the frozen module of what the graph reads at ``target``."""
@@ -225,7 +236,7 @@ def _graph_of(
         elif node.op == "get_attr":
             made[node] = None if node.target == ATTRIBUTE else frozen.get_attr(held(str(node.target)))
         elif node.op == "output":
-            outputs: list[Any] = [made[one] if isinstance(one, fx.Node) else one for one in node.args[0]]
+            outputs = [made[one] if isinstance(one, fx.Node) else one for one in node.args[0]]
         elif node.target is working_copy:
             _, master, dtype = node.args
             made[node] = frozen.call_function(torch.ops.aten.to.dtype, (made[master], dtype))
@@ -270,7 +281,9 @@ def _return(
     for kind, where in results.places:
         if kind == "value" and isinstance(where, torch.Tensor):
             if id(where) not in paths:
-                raise UnsupportedError("the model returns a tensor that is no result of a graph, which cannot be frozen.")
+                raise UnsupportedError(
+                    "the model returns a tensor that is no result of a graph, which cannot be frozen."
+                )
             leaves.append(frozen.get_attr(paths[id(where)]))
         elif kind == "value":
             if not isinstance(where, _DEFAULTS):

@@ -492,7 +492,9 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
         code = graph.python_code("self")
     finally:
         graph.set_codegen(for_others)
-    filename = f"<autocastfx graph {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"  # in traces, which are compared
+    filename = (
+        f"<autocastfx graph {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"  # in traces, which are compared
+    )
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -87,10 +88,16 @@ class DynamoVariant(Variant):
 
         self.function = run if held else function
         self._traced: Callable[..., tuple[Any, ...]] | None = None
+        self.has_copies = any(node.target == ATTRIBUTE for node in self.graph.find_nodes(op="get_attr"))
 
     def traced(self, owner: nn.Module) -> Callable[..., tuple[Any, ...]]:
         """Return a function of Dynamo's inputs for a compiler to look into."""
         if self._traced is None:
+            if self.has_copies:
+                warnings.warn(
+                    'weights="cached" has no effect under torch.compile: the graph casts its parameters in each call.',
+                    stacklevel=2,
+                )
             constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
             _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
             held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
@@ -246,7 +253,9 @@ class AmpView(AmpModule):
             outputs = self._computed(variant, inputs)
         else:
             with around.entered():
-                outputs = around.run(variant.traced(self), *inputs) if around.compiler else self._computed(variant, inputs)
+                outputs = (
+                    around.run(variant.traced(self), *inputs) if around.compiler else self._computed(variant, inputs)
+                )
         if graph.results.spec is None:
             NOW.last = graph, inputs, outputs
         return outputs
@@ -254,7 +263,7 @@ class AmpView(AmpModule):
     def _computed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         if self._observers:
             return self._run_observed(variant, inputs)
-        copies = self._autocastfx_copies.fresh()
+        copies = self._autocastfx_copies.fresh() if variant.has_copies else None
         if variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
             with torch.autocast(variant.autocast, enabled=False):
                 return variant.function(self, copies, *inputs)
