@@ -71,7 +71,7 @@ class FrozenCall(nn.Module):
             VariantError: the graph was captured for another structure, mode, dtype, device or size.
             UnsupportedError: a region of torch.autocast is open, which would cast once more.
         """
-        if torch._C._get_tracing_state() is None:
+        if cast("Any", torch._C)._get_tracing_state() is None:
             return self._checked(values)
         with without_trace():
             return self._checked(values)
