@@ -59,6 +59,7 @@ class _Capturing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo makes one
             for context in self._around:
                 stack.enter_context(context())
@@ -223,6 +224,16 @@ def is_torchs(file: str) -> bool:
     from torch._dynamo.trace_rules import check_file
 
     return bool(check_file(file).skipped)
+
+
+def forward_caller(module: nn.Module) -> MethodType:
+    """Return a method that calls ``module``, as :func:`caller`'s does, but without the hooks of the module itself."""
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
+    return MethodType(called, module)
 
 
 # Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where.

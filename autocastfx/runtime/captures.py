@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import caller, compiled_in_one_graph, contexts_for
+from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
@@ -119,7 +119,7 @@ class Captures:
         self._begin()
 
     def _begin(self) -> None:
-        self._call = compiled_in_one_graph(caller(self.model), self._backend, contexts_for(self.model))
+        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, contexts_for(self.model))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model by the graph that fits."""
@@ -246,11 +246,12 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str]) -> int:
 
 
 def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
-    """Return the hooks of a model's modules, by their numbers."""
+    """Return the hooks of a model's modules, by their numbers; its own run outside of the graph."""
     tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return frozenset(
         (id(module), table, number)
         for module in model.modules()
+        if module is not model
         for table in tables
         for number in getattr(module, table)
     )

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx.graph import CodeGen
+from torch.nn.modules.module import _has_any_global_hook
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.dynamo import plain_error
@@ -198,7 +199,11 @@ class AmpView(AmpModule):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, by the converted graph that fits."""
+        """Call the model, by the converted graph that fits, between the hooks of the model itself."""
+        own = self._model.__dict__
+        has_hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+        if has_hooks or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook():
+            return nn.Module._call_impl(self, *args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +229,7 @@ class AmpView(AmpModule):
         try:
             result = self._captures.call(*args, **kwargs)
         except RuntimeError as error:
+            self._signature.describe(args, kwargs)  # raises Python's own error if they do not fit
             if (plain := plain_error(error, self._model, args, kwargs)) is None:
                 raise
             raise plain from None
@@ -272,6 +278,7 @@ class AmpView(AmpModule):
     def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         values = dict(zip(variant.places, inputs, strict=True))
         nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
+        copies = self._autocastfx_copies.fresh() if variant.has_copies else None
 
         def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
             if node.name in nodes:
@@ -281,6 +288,8 @@ class AmpView(AmpModule):
 
         def given(node: fx.Node) -> Any:
             name = str(node.target)
+            if name == ATTRIBUTE:
+                return copies
             return values[name] if name in values else attribute(self, name)
 
         run = NodeRun(variant.keeping, given, show)
