@@ -50,10 +50,12 @@ class Around:
 
     Attributes:
         compiler: Dynamo's callback of a compiler around the call, which then compiles the converted graph; or None.
+        is_traced: torch.jit.trace records the call.
     """
 
     def __init__(self, model: nn.Module, compiler: Any) -> None:
         self.model, self.compiler = model, compiler
+        self.is_traced = _C._get_tracing_state() is not None
         self._given: dict[int, torch.Tensor] = {}  # what stands in for a tensor, by id, and the tensor
         self._kept: dict[int, torch.Tensor] = {}
         self._left = ExitStack()

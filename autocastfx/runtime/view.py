@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx.graph import CodeGen
+from torch.jit._trace import TracerWarning
 from torch.nn.modules.module import _has_any_global_hook
 
 from autocastfx.capture.call import CallSignature
@@ -258,6 +259,9 @@ class AmpView(AmpModule):
         if around is None:
             outputs = self._computed(variant, inputs)
         else:
+            if around.is_traced and variant.guard.conditions:
+                told = f"the trace runs the graph for sizes where {variant.guard}, and does not check that."
+                warnings.warn(told, TracerWarning, stacklevel=2)
             with around.entered():
                 outputs = (
                     around.run(variant.traced(self), *inputs) if around.compiler else self._computed(variant, inputs)
