@@ -48,6 +48,11 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)
+    if not hasattr(context, "callback"):
+        raise CaptureError(
+            "Dynamo is off (TORCHDYNAMO_DISABLE=1, or torch._dynamo.config.disable), and a converted model needs it: a "
+            "call would run in float32. Turn it on, or use what amp_model.freeze(*inputs) has made."
+        )
     context.callback = _Capturing(
         context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around)
     )
@@ -264,6 +269,7 @@ _RAISED = re.compile(r"raised exception (.+)")  # what Dynamo says of an excepti
 _FAILED = re.compile(r"assertion failed.*value: ConstantVariable\(bool: False\)", re.DOTALL)
 _EXPLAINED = re.compile(r"Explanation: (.+)")
 _OWN_SIZE = 300  # characters of an explanation
+_NOTHING = "torch.compile with fullgraph=True found no compiled frames."  # as torch says it
 _IN_PLACE = "convert in place, with autocastfx.enable, which goes on behind such code"
 
 
@@ -283,6 +289,11 @@ def plain_error(
 
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
         return error.inner_exception
+    if str(error).startswith(_NOTHING):
+        return CaptureError(
+            f"Dynamo captures nothing of {type(model).__name__}, which would run in float32:"
+            f"{str(error).removeprefix(_NOTHING)}"
+        )
     known = (TorchRuntimeError, Unsupported, UserError) if is_enabled else TorchDynamoException
     if not isinstance(error, known):
         return None

@@ -53,7 +53,7 @@ def own_thread_state() -> Generator[None, None, None]:
     is_abstract = any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     try:
         modes = nullcontext() if is_abstract else _disable_current_modes()
-        before, after = map(_without_torchs, (_global_forward_pre_hooks, _global_forward_hooks))
+        before, after = map(without_torchs, (_global_forward_pre_hooks, _global_forward_hooks))
         with _C._ForceDispatchKeyGuard(*keys), modes, before, after:  # an error inside a transform leaves its keys
             yield
     finally:
@@ -97,7 +97,8 @@ def _take_hooks() -> list[tuple[Any, Any]]:
     return hooks
 
 
-def _without_torchs(hooks: Any) -> AbstractContextManager[Any]:
+def without_torchs(hooks: Any) -> AbstractContextManager[Any]:
+    """While open, a table of hooks on all modules holds none of torch's own."""
     others = {key: hook for key, hook in hooks.items() if not str(hook.__module__).startswith("torch.")}
     return mock.patch.dict(hooks, others, clear=True)
 

@@ -32,6 +32,7 @@ from autocastfx.runtime.variant import lift
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
+    from autocastfx.runtime.around import Around
 
 
 class Runs(Protocol):
@@ -49,6 +50,7 @@ class Now(threading.local):
     runs: Runs | None = None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    around: Around | None = None  # what is left meanwhile, and entered again where the converted graph runs
     last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
 
 
@@ -145,13 +147,13 @@ class Captures:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
         self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
 
-    def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model; ``runs`` runs the graph that fits."""
+    def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
+        """Call the model; ``runs`` runs the graph that fits, in what is ``around`` the call."""
         if self._seen != RemovableHandle.next_id:  # torch numbers all hooks of a process
             self._look_at_hooks()
         now = NOW
-        before = now.runs, now.args, now.kwargs
-        now.runs, now.args, now.kwargs = runs, args, kwargs
+        before = now.runs, now.args, now.kwargs, now.around
+        now.runs, now.args, now.kwargs, now.around = runs, args, kwargs, around
         try:
             return self._call(*args, **kwargs)
         except RuntimeError as error:
@@ -159,7 +161,7 @@ class Captures:
                 raise
             raise plain from None
         finally:
-            now.runs, now.args, now.kwargs = before
+            now.runs, now.args, now.kwargs, now.around = before
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""

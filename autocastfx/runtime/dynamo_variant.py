@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx.graph import CodeGen
 from autocastfx.capture.call import CallSignature
 from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.ranges import mode_of
-from autocastfx.runtime.captures import CapturedGraph
+from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.variant import Variant, compiled, lift, quickened
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
@@ -101,7 +102,8 @@ class DynamoVariant(Variant):
         changed, now = set[str](), list[FixedTensor]()
         for fixed in self.fixed:
             tensor = inputs[fixed.place]
-            facts = fixed.facts if fixed.is_as_before(inputs) else converter.fixed_facts(tensor)
+            is_read = NOW.around is None or not NOW.around.stands_for(tensor)
+            facts = fixed.facts if fixed.is_as_before(inputs) else converter.fixed_facts(tensor) if is_read else ()
             if facts == fixed.facts:
                 now.append(FixedTensor.of(fixed.place, tensor, facts))
             else:
@@ -126,6 +128,22 @@ class DynamoVariant(Variant):
             return function(owner, copies, *inputs, *held)
 
         self.function = run if held else function
+        self._traced: Callable[..., tuple[Any, ...]] | None = None
+        self.has_copies = any(node.target == ATTRIBUTE for node in self.graph.find_nodes(op="get_attr"))
+
+    def traced(self, owner: nn.Module) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of Dynamo's inputs for a compiler to look into."""
+        if self._traced is None:
+            if self.has_copies:
+                warnings.warn(
+                    'weights="cached" has no effect under torch.compile: the graph casts its parameters in each call.',
+                    stacklevel=2,
+                )
+            constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
+            _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+            held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
+            self._traced = lambda *inputs: function(owner, None, *inputs, *held)
+        return self._traced
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import operator
 import re
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -62,6 +64,7 @@ _ALIKE: Sequence[tuple[Any, str]] = (
 )
 # Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
 _COPIES = 16
+_OURS = f"{__name__.partition('.')[0]}."
 _MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
 
 
@@ -177,16 +180,23 @@ def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
 
 def quickened(graph: fx.Graph) -> fx.Graph:
     """Let a graph, which is for running alone, call functions that take the host less time; returns it."""
+    call_quick(graph)
+    count_clipped(graph)
+    _read_together(graph)
+    _count_together(graph)
+    return graph
+
+
+def call_quick(graph: fx.Graph, *, torchs_alone: bool = False) -> None:
+    """Let a graph call torch's functions, and ours, in the place of operators; with ``torchs_alone`` torch's alone."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.to.dtype and node.args[1:] in _CASTS and not node.kwargs:
             node.target, node.args = _CASTS[node.args[1:]], node.args[:1]
         elif node.target in QUICK and _is_called_alike(node):
-            node.target = QUICK[node.target]
-    count_clipped(graph)
+            function = QUICK[node.target]
+            if not (torchs_alone and isinstance(function, FunctionType) and function.__module__.startswith(_OURS)):
+                node.target = function
     _copy_constants(graph)
-    _read_together(graph)
-    _count_together(graph)
-    return graph
 
 
 def count_clipped(graph: fx.Graph) -> bool:
@@ -280,7 +290,6 @@ def _is_called_alike(node: fx.Node) -> bool:
     return required <= len(node.args) <= _MOST_POSITIONAL.get(target, len(node.args))
 
 
-_numbers = itertools.count()
 # torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
 _EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
 
@@ -294,7 +303,7 @@ class _CallCode(CodeGen):
         self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
-        if names := _keywords_of_export():
+        if names := keywords_of_export():
             count = len(args) - len(names)
             return self.tensors_of(*args[:count], **dict(zip(names, args[count:], strict=True)))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
@@ -333,7 +342,7 @@ class _CallCode(CodeGen):
         return [("_tensors_of", self.tensors_of), ("_outputs_of", self.process_outputs)]
 
 
-def _keywords_of_export() -> list[str]:
+def keywords_of_export() -> list[str]:
     """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
         if frame.f_code.co_filename == _EXPORT and "kwargs" in frame.f_locals:
@@ -483,7 +492,9 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
         code = graph.python_code("self")
     finally:
         graph.set_codegen(for_others)
-    filename = f"<autocastfx graph {next(_numbers)}>"
+    filename = (
+        f"<autocastfx graph {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"  # in traces, which are compared
+    )
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)

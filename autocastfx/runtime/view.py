@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.jit._trace import TracerWarning
+from torch.nn.modules.module import _has_any_global_hook
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.kept_whole import functions_at
@@ -25,11 +29,13 @@ from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.plan.plan import Precision
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
+from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.module_tree import signed_forward
-from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.working_copies import WorkingCopies
+from autocastfx.runtime.variant import Variant, keywords_of_export
+from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 _C: Any = torch._C
 _TABLE = "_variants"
@@ -86,7 +92,9 @@ class AmpView(AmpModule):
             _lineno_map={},
         )
         self.__dict__["_autocastfx_copies"] = WorkingCopies(self)
-        self.__dict__["forward"] = MethodType(signed_forward(captures.signature), self)
+        forward = signed_forward(captures.signature)
+        skip_frames(forward)
+        self.__dict__["forward"] = MethodType(forward, self)
 
     @property
     def _converter(self) -> Any:
@@ -95,15 +103,33 @@ class AmpView(AmpModule):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, by the converted graph that fits; hooks of the model run around it, those of parts in it."""
-        return nn.Module._call_impl(cast("Any", self), *args, **kwargs)
+        """Call the model, by the converted graph that fits, between the hooks of the model itself."""
+        own = self._model.__dict__
+        has_hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+        if has_hooks or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook():
+            return nn.Module._call_impl(self, *args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; each object has one of its own, with the signature of the model's."""
+        return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._call_as(self, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            refuse_inlining()
+        return self._call_as(self, args, kwargs, set_eval_frame(None))
 
-    def _call_as(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model, where ``runs`` runs the graph that fits."""
-        result = self._captures.call(runs, args, kwargs)
+    def _call_as(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], compiler: Any = None) -> Any:
+        """Call the model, where ``runs`` runs the graph that fits; ``compiler`` is the callback of Dynamo around it."""
+        if compiler is None and not is_inside():
+            return self._called(runs, args, kwargs)
+        around = Around(self._model, compiler)
+        return around.call(partial(self._called, runs, around=around), cast("Any", args), kwargs)
+
+    def _called(
+        self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None
+    ) -> Any:
+        result = self._captures.call(runs, args, kwargs, around=around)
         if NOW.last is not None:
             self._note_results(result, args, kwargs)
         return result
@@ -117,24 +143,40 @@ class AmpView(AmpModule):
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a captured graph as this model converts it."""
+        around = NOW.around
+        if around is not None:
+            graph.varying.update(around.places_stood_in(graph.places, inputs))
+            inputs = around.given(inputs)
         variant = self._made.get(graph) or self._convert(graph)
         if variant.has_changed(inputs):
             variant = self._look_again(graph, variant, inputs)
-        copies = self._autocastfx_copies.fresh()
-        if self._observers:
-            outputs = self._run_observed(variant, inputs)
-        elif variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
-            with torch.autocast(variant.autocast, enabled=False):
-                outputs = variant.function(self, copies, *inputs)
+        if around is None:
+            outputs = self._computed(variant, inputs)
         else:
-            outputs = variant.function(self, copies, *inputs)
+            if around.is_traced and variant.guard.conditions:
+                told = f"the trace runs the graph for sizes where {variant.guard}, and does not check that."
+                warnings.warn(told, TracerWarning, stacklevel=2)
+            with around.entered():
+                outputs = (
+                    around.run(variant.traced(self), *inputs) if around.compiler else self._computed(variant, inputs)
+                )
         if graph.results.spec is None:
             NOW.last = graph, inputs, outputs
         return outputs
 
+    def _computed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
+        if self._observers:
+            return self._run_observed(variant, inputs)
+        copies = self._autocastfx_copies.fresh() if variant.has_copies else None
+        if variant.autocast is not None and torch.is_autocast_enabled(variant.autocast):
+            with torch.autocast(variant.autocast, enabled=False):
+                return variant.function(self, copies, *inputs)
+        return variant.function(self, copies, *inputs)
+
     def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         values = dict(zip(variant.places, inputs, strict=True))
         nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
+        copies = self._autocastfx_copies.fresh() if variant.has_copies else None
 
         def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
             if node.name in nodes:
@@ -144,6 +186,8 @@ class AmpView(AmpModule):
 
         def given(node: fx.Node) -> Any:
             name = str(node.target)
+            if name == ATTRIBUTE:
+                return copies
             return values[name] if name in values else attribute(self, name)
 
         run = NodeRun(variant.keeping, given, show)
@@ -249,11 +293,23 @@ class AmpView(AmpModule):
 
     @property
     def _graph(self) -> fx.Graph:
-        return self._active.graph
+        return self._call_graph() if torch.compiler.is_exporting() else self._active.graph
 
     @_graph.setter
     def _graph(self, graph: fx.Graph) -> None:
         self._active.graph = graph
+
+    def _call_graph(self) -> fx.Graph:
+        """Return a graph of one call of this model: torch.export runs graphs node by node, and checks nothing."""
+
+        def call(given: Sequence[Any]) -> Any:
+            names = keywords_of_export()
+            count = len(given) - len(names)
+            return self(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+        graph = fx.Graph()
+        graph.output(graph.call_function(call, (graph.placeholder("*given"),)))
+        return graph
 
     def recompile(self) -> Any:
         """Make the shown variant run its graph as it now is."""
@@ -347,6 +403,36 @@ class AmpView(AmpModule):
         self._model.eval()
         self._autocastfx_copies.expire()
         return self
+
+    def freeze(self, *args: Any, **kwargs: Any) -> fx.GraphModule:
+        """Return the graph of such a call as a plain ``torch.fx.GraphModule``, which is static.
+
+        It shares the model's parameters and buffers, under the model's names. It is for ``torch.export``, ONNX,
+        ``torch.jit.trace``, files without the model's class, CUDA graphs, and calls that take the host least time. A
+        call of another structure, dtype, device or mode is an error, and so are other sizes, but for those that the
+        graph was captured for. Whatever else forward reads in Python stays as it is now. 16-bit copies of weights are
+        made in each call, and what float16 clips is not counted.
+
+        Without arguments it is the one graph that there is for the present mode.
+
+        Raises:
+            VariantError: there are several graphs, or it has not been called yet.
+            NotCapturedError: there is none.
+            UnsupportedError: the graph takes numbers that change from call to call, or returns what no graph holds.
+        """
+        variant = cast("DynamoVariant", self._variant_for(args, kwargs) if args or kwargs else self._only_variant())
+        graph = next(graph for graph, made in self._made.items() if made is variant)
+        return freeze(self._model, self._captures._root, self._signature, graph, variant)
+
+    def _only_variant(self) -> Variant:
+        modes = self._modes()
+        fitting = [one for one in self.variants if one.modes == modes]
+        if len(fitting) > 1 or (fitting and cast("DynamoVariant", fitting[0]).results.spec is None):
+            why = f"{len(fitting)} graphs fit the present mode" if len(fitting) > 1 else "the graph has not run yet"
+            raise VariantError(f"{why}: give freeze the inputs of a call.")
+        if not fitting:
+            raise NotCapturedError("there is no graph of the present mode: give freeze the inputs of a call.")
+        return fitting[0]
 
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies anew."""
@@ -488,3 +574,4 @@ for _name, _member in vars(nn.Module).items():
 for _name in (*_TABLES, "training"):
     setattr(AmpView, _name, _of_model(_name))
 AmpView._call_impl = AmpView._wrapped_call_impl = AmpView.__call__
+skip_frames(AmpView.__call__, AmpView.forward, AmpView._run)
