@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.float_arguments import floats_kept
+from autocastfx.capture.gradient_mode import asking_mends
 from autocastfx.capture.kept_objects import object_mends
 from autocastfx.capture.kept_whole import keeping_mends
 from autocastfx.capture.leave_intact import Shared
@@ -109,7 +110,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - It is noted which results are the model's state (:func:`storing_mends`).
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
-    - Casts are noted as the code writes them.
+    - Casts are noted as the code writes them, and whether it asks for gradients.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable
@@ -121,6 +122,7 @@ def mends() -> list[tuple[Any, str, Any]]:
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
         *mends_that_note(),
+        *asking_mends(),
     ]
 
 

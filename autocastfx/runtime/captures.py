@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller, plain_error
 from autocastfx.capture.export import Captured
+from autocastfx.capture.gradient_mode import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.plain_function import refuse_trained
@@ -50,6 +52,7 @@ class Now(threading.local):
     runs: Runs | None = None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    without: Callable[[], AbstractContextManager[object]] | None = None  # gradients are switched off by this
     around: Around | None = None  # what is left meanwhile, and entered again where the converted graph runs
     last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
 
@@ -140,6 +143,7 @@ class Captures:
     ) -> None:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
+        self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
 
@@ -152,16 +156,29 @@ class Captures:
         if self._seen != RemovableHandle.next_id:  # torch numbers all hooks of a process
             self._look_at_hooks()
         now = NOW
-        before = now.runs, now.args, now.kwargs, now.around
-        now.runs, now.args, now.kwargs, now.around = runs, args, kwargs, around
+        before = now.runs, now.args, now.kwargs, now.around, now.without
+        now.runs, now.args, now.kwargs, now.around, now.without = runs, args, kwargs, around, None
         try:
-            return self._call(*args, **kwargs)
+            if torch.is_grad_enabled() or self._asks:
+                return self._call(*args, **kwargs)
+            return self._call_without_gradients(args, kwargs)
         except RuntimeError as error:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
         finally:
-            now.runs, now.args, now.kwargs, now.around = before
+            now.runs, now.args, now.kwargs, now.around, now.without = before
+
+    def _call_without_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the graph for calls with gradients, without: Dynamo would capture another one."""
+        is_inference = torch.is_inference_mode_enabled()
+        NOW.without = torch.inference_mode if is_inference else torch.no_grad
+        try:
+            with torch.inference_mode(False) if is_inference else nullcontext(), torch.enable_grad():
+                return self._call(*args, **kwargs)
+        except _AsksError:
+            NOW.without = None
+            return self._call(*args, **kwargs)
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""
@@ -173,6 +190,7 @@ class Captures:
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Take a graph of Dynamo's; return what Dynamo calls in its place."""
         stored = stored_results()
+        self._asks |= asks_for_gradients()
         with capturing(), own_thread_state(), garbage_left():
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
@@ -182,7 +200,7 @@ class Captures:
         graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
-        return partial(_run, graph)
+        return partial(_run, self, graph)
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:
         """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
@@ -200,11 +218,20 @@ class Captures:
         return captured_graph(module, inputs, self._whole, paths, modes, call)
 
 
-def _run(graph: CapturedGraph, *inputs: Any) -> Any:
-    runs = NOW.runs
+class _AsksError(BaseException):
+    """The code that was just captured asks whether gradients are recorded."""
+
+
+def _run(captures: Captures, graph: CapturedGraph, *inputs: Any) -> Any:
+    runs, without = NOW.runs, NOW.without
     if runs is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
-    return runs.run_graph(graph, inputs)
+    if without is None:
+        return runs.run_graph(graph, inputs)
+    if captures._asks:
+        raise _AsksError
+    with without():
+        return runs.run_graph(graph, inputs)
 
 
 def captured_graph(

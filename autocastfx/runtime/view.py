@@ -25,6 +25,7 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.plan.plan import Precision
@@ -391,6 +392,49 @@ class AmpView(AmpModule):
         if target == _TABLE or target.startswith(f"{_TABLE}."):
             return self._variants.get_submodule(target.removeprefix(_TABLE).removeprefix("."))
         return self._model.get_submodule(target)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpView:
+        for parameter in self._model.parameters():
+            self._refuse_dtype(fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).dtype, parameter)
+            break
+        self._model._apply(fn, recurse)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move the model to a device.
+
+        Raises:
+            UnsupportedError: another dtype is asked for.
+        """
+        dtype: torch.dtype | None = cast("Any", torch._C)._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None:
+            for parameter in self._model.parameters():
+                self._refuse_dtype(dtype, parameter)
+        self._model.to(*args, **kwargs)
+        return self
+
+    def half(self) -> Any:
+        """Refuse: parameters keep their dtype."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        """Refuse: parameters keep their dtype."""
+        return self.to(torch.bfloat16)
+
+    def double(self) -> Any:
+        """Refuse: parameters keep their dtype."""
+        return self.to(torch.float64)
+
+    def type(self, dst_type: Any) -> Any:
+        """Refuse another dtype: parameters keep theirs."""
+        return self.to(torch.empty(0, device="cpu").type(dst_type).dtype)
+
+    def _refuse_dtype(self, dtype: torch.dtype, parameter: torch.Tensor) -> None:
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            raise UnsupportedError(
+                f"an AmpModule's parameters stay {dtype_name(parameter.dtype)}, so it cannot become {dtype}: its graph "
+                "holds the casts. Move it with .to(device) alone, or convert again with another dtype."
+            )
 
     def train(self, mode: bool = True) -> AmpView:
         """Switch to training or evaluation, as the model's own ``train`` or ``eval`` does."""
