@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import wraps
+from types import NoneType
 from typing import Any
 
 
@@ -40,6 +41,7 @@ def storing_mends() -> list[tuple[Any, str, Any]]:
 
 
 def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
+    from torch._dynamo.source import TempLocalSource
     from torch._dynamo.variables import ConstDictVariable
 
     effects = output.side_effects
@@ -47,11 +49,12 @@ def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
     stored: dict[int, str] = {}
     known: Sequence[Any] = list(effects.id_to_variable.values())
     for one in known:
-        source = one.source.name if isinstance(one, ConstDictVariable) and one.source is not None else ""
+        is_table = isinstance(one, ConstDictVariable) and not isinstance(one.source, (TempLocalSource, NoneType))
+        source = one.source.name if is_table else ""
         if source.endswith("._buffers") and effects.is_modified(one):
             stored |= {id(value): key.vt.as_python_constant() for key, value in one.items.items()}
     for owner, table in effects.store_attr_mutations.items():
-        if owner.source is not None:
+        if owner.source is not None and not isinstance(owner.source, TempLocalSource):  # what forward has made
             named = table.items()
             stored |= {id(value): name for name, value in named if f"{owner.source.name}.{name}" in read}
     return {i: stored[id(result)] for i, result in enumerate(results) if id(result) in stored}
