@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 
 class _Latest(threading.local):
@@ -50,7 +50,7 @@ def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
     known: Sequence[Any] = list(effects.id_to_variable.values())
     for one in known:
         is_table = isinstance(one, ConstDictVariable) and not isinstance(one.source, (TempLocalSource, NoneType))
-        source = one.source.name if is_table else ""
+        source = cast("Any", one.source).name if is_table else ""
         if source.endswith("._buffers") and effects.is_modified(one):
             stored |= {id(value): key.vt.as_python_constant() for key, value in one.items.items()}
     for owner, table in effects.store_attr_mutations.items():
