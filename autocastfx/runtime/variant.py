@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import operator
 import re
@@ -164,7 +163,10 @@ def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
     Other inputs, which nothing reads, are left out.
     """
     lifted = fx.Graph()
-    inputs = {name: lifted.create_node("placeholder", name, name=re.sub(r"\W", "_", name)) for name in names}
+    inputs = {
+        name: lifted.create_node("placeholder", name, name=re.sub(r"\W", "_", name.removeprefix("get_attr ")))
+        for name in names
+    }
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         key = f"{node.op} {node.target}" if f"{node.op} {node.target}" in inputs else str(node.target)
@@ -290,6 +292,7 @@ def _is_called_alike(node: fx.Node) -> bool:
     return required <= len(node.args) <= _MOST_POSITIONAL.get(target, len(node.args))
 
 
+_numbers = itertools.count()
 # torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
 _EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
 
@@ -492,9 +495,7 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
         code = graph.python_code("self")
     finally:
         graph.set_codegen(for_others)
-    filename = (
-        f"<autocastfx graph {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"  # in traces, which are compared
-    )
+    filename = f"<autocastfx graph {next(_numbers)}>"
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)
