@@ -169,7 +169,7 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     raise CalibrationError(_NO_BATCHES)
 
 
-VIEWS = os.environ.get("AUTOCASTFX_VIEWS") == "1"
+VIEWS = os.environ.get("AUTOCASTFX_VIEWS") != "0"
 _NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
 
 

@@ -58,7 +58,7 @@ from autocastfx.runtime.variant_table import Original
 from autocastfx.runtime.view import AmpView, view
 
 _LOG = logging.getLogger("autocastfx")
-_VIEWS = os.environ.get("AUTOCASTFX_VIEWS") == "1"
+_VIEWS = os.environ.get("AUTOCASTFX_VIEWS") != "0"
 _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 
 
