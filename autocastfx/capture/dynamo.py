@@ -65,6 +65,11 @@ def _as_often_as_needed() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(recompile_limit=sys.maxsize, use_numpy_random_stream=True)
 
 
+def for_any_size() -> AbstractContextManager[object]:
+    """Let the first graph serve any sizes of its tensors, and no other numbers."""
+    return torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+
+
 class _Capturing:
     """Dynamo's callback for code without a graph that fits, in contexts."""
 

@@ -471,7 +471,7 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
 def converted(
     options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
 ) -> AmpModule:
-    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft without inputs and batches.
+    """Convert ``model`` (by default ``options.model``) as the arguments say.
 
     A file of a converted model is taken as it is. ``device`` is the device type to decide for, by default that of
     ``--device`` or the model's.
@@ -490,12 +490,10 @@ def converted(
     dtype = chosen_dtype(options.dtype, torch.device(how.get("device") or place))
     lists: OpList = load_op_list(op_list, default=dtype_name(dtype))
     if not options.inputs:
-        draft = convert(model, dtype=dtype, op_list=lists, **how)
-        try:
-            _ = draft.plan
-        except NotCapturedError as error:
-            raise NotCapturedError(f"{error} Here that is --inputs.") from error
-        return draft
+        prepared = convert(model, dtype=dtype, op_list=lists, **how)
+        if not prepared.variants:
+            raise NotCapturedError("there is nothing to look at without inputs: give --inputs, or --calibrate.")
+        return prepared
     args, kwargs = load_inputs(options.inputs, place)
     return convert(model, args, kwargs, dtype=dtype, op_list=lists, **how)
 

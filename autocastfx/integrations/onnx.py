@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.module_tree import signed_forward
+from autocastfx.runtime.view import signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
 
 if TYPE_CHECKING:

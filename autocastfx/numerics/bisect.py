@@ -95,8 +95,6 @@ def _predicted(plan: Plan) -> dict[OpInModule, float]:
 def _bytes_moved(amp_model: AmpModule) -> Counter[OpInModule]:
     """The bytes that the nodes of each place read and write; none for a model that was not captured yet."""
     moved, plan, graph = Counter[OpInModule](), amp_model.plan, amp_model.graph
-    if plan.unverified:
-        return moved
     places = {node.name: OpInModule(node.module, node.op) for node in plan.nodes}
     for one in walk(graph, attributes_of(amp_model, graph)):
         if one.name in places:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name

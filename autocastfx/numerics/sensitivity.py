@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autocastfx.capture.call import CallSignature, arguments_of, batches_of
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert

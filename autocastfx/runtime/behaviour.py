@@ -18,7 +18,7 @@ from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import equal, isolated
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.module_tree import set_modes
+from autocastfx.runtime.modes import set_modes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"

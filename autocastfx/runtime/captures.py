@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller, plain_error
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
+from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
 from autocastfx.capture.gradient_mode import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
@@ -139,17 +139,25 @@ class Captures:
     """
 
     def __init__(
-        self, model: nn.Module, signature: CallSignature, whole: Iterable[Any] = (), root: nn.Module | None = None
+        self,
+        model: nn.Module,
+        signature: CallSignature,
+        whole: Iterable[Any] = (),
+        root: nn.Module | None = None,
+        *,
+        any_size: bool = False,
     ) -> None:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
+        self._any_size = any_size
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
 
     def _begin(self) -> None:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
-        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
+        around += [for_any_size] if self._any_size else []
+        self._call = compiled_in_one_graph(forward_caller(self.model), _weakly(self._backend), around)
 
     def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
         """Call the model; ``runs`` runs the graph that fits, in what is ``around`` the call."""
@@ -200,7 +208,7 @@ class Captures:
         graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
-        return partial(_run, self, graph)
+        return partial(_run, weakref.ref(self), graph)
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:
         """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
@@ -222,9 +230,19 @@ class _AsksError(BaseException):
     """The code that was just captured asks whether gradients are recorded."""
 
 
-def _run(captures: Captures, graph: CapturedGraph, *inputs: Any) -> Any:
-    runs, without = NOW.runs, NOW.without
-    if runs is None:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a method of an object that lives elsewhere: Dynamo's table of graphs hides from the garbage collector."""
+    reference = weakref.WeakMethod(cast("Any", method))
+
+    def call(*args: Any) -> Any:
+        return cast("Any", reference())(*args)
+
+    return call
+
+
+def _run(of: weakref.ref[Captures], graph: CapturedGraph, *inputs: Any) -> Any:
+    runs, without, captures = NOW.runs, NOW.without, of()
+    if runs is None or captures is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     if without is None:
         return runs.run_graph(graph, inputs)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
+from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
@@ -72,10 +73,9 @@ class DynamoVariant(Variant):
             plan=made.plan,
             out_spec=captured.out_spec,
             structure=captured.structure,
-            guard=captured.guard,
+            guard=shape_guard(captured.graph.find_nodes(op="placeholder")),  # a pass may settle sizes
             modes=captured.training,
             device=captured.device,
-            state=captured.state,
             captured=captured,
         )
         self.places, self.results = graph.places, graph.results

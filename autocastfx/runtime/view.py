@@ -27,14 +27,13 @@ from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_s
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
-from autocastfx.graph.node import NodeRun, attribute
+from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Precision
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
 from autocastfx.runtime.frozen import freeze
-from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.variant import Variant, keywords_of_export
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
@@ -51,13 +50,7 @@ class Origin:
     signature: CallSignature
     leaves: tuple[str, ...]
     device: torch.device | None
-    baked: bool = False
-    is_low: bool = False
-
-    @property
-    def class_name(self) -> str:
-        """The name of the model's class."""
-        return type(self.model).__name__
+    class_name: str
 
 
 class _Probed(BaseException):
@@ -80,22 +73,25 @@ class AmpView(AmpModule):
         self, captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]
     ) -> None:
         model = captures.model
-        origin = Origin(converter, model, captures.signature, leaves, device)
-        self.__dict__.update(
-            _model=model,
-            _captures=captures,
-            _original=origin,
-            _signature=captures.signature,
-            _observers=(),
-            _made={},
-            _variants=nn.ModuleList(),
-            _parts={},
-            _lineno_map={},
-        )
+        origin = Origin(converter, model, captures.signature, leaves, device, type(model).__name__)
+        self._set_up(model, origin, nn.ModuleList())
+        self.__dict__["_captures"] = captures
         self.__dict__["_autocastfx_copies"] = WorkingCopies(self)
         forward = signed_forward(captures.signature)
         skip_frames(forward)
         self.__dict__["forward"] = MethodType(forward, self)
+
+    def _set_up(self, model: nn.Module, origin: Origin, variants: nn.ModuleList) -> None:
+        self.__dict__.update(
+            _model=model,
+            _original=origin,
+            _signature=origin.signature,
+            _observers=(),
+            _made={},
+            _variants=variants,
+            _parts={},
+            _lineno_map={},
+        )
 
     @property
     def _converter(self) -> Any:
@@ -176,14 +172,7 @@ class AmpView(AmpModule):
 
     def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         values = dict(zip(variant.places, inputs, strict=True))
-        nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
         copies = self._autocastfx_copies.fresh() if variant.has_copies else None
-
-        def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
-            if node.name in nodes:
-                result = value[0] if f"{node.name}_result" in map(str, node.users) else value
-                for observe in self._observers:
-                    observe(nodes[node.name], result, read)
 
         def given(node: fx.Node) -> Any:
             name = str(node.target)
@@ -191,9 +180,20 @@ class AmpView(AmpModule):
                 return copies
             return values[name] if name in values else attribute(self, name)
 
-        run = NodeRun(variant.keeping, given, show)
+        run = NodeRun(variant.keeping, given, self._shown_to_observers(variant))
         tensors = [values.get(str(node.target)) for node in variant.keeping.find_nodes(op="placeholder")]
         return run.run(*tensors, enable_io_processing=False)
+
+    def _shown_to_observers(self, variant: Variant) -> Observer:
+        nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
+
+        def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
+            if node.name in nodes:
+                result = value[0] if f"{node.name}_result" in map(str, node.users) else value
+                for observe in self._observers:
+                    observe(nodes[node.name], result, read)
+
+        return show
 
     def _look_again(self, graph: CapturedGraph, variant: DynamoVariant, inputs: Sequence[Any]) -> DynamoVariant:
         return variant if variant.still_holds(graph, self._converter, inputs) else self._convert(graph)
@@ -575,6 +575,18 @@ class _InsideCall:
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return self.module._call_impl(*args, **kwargs)
         return self.owner._view_of(self.module)(*args, **kwargs)
+
+
+def signed_forward(signature: CallSignature) -> Callable[..., Any]:
+    """Make a forward with the original's signature, for export, trainers and ``help``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # torch.compile caches by code object, so each forward has its own
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([first, *signature.parameters])
+    return forward
 
 
 def view(captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autocastfx import AmpModule
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.conversion import _tell_unmatched
 from autocastfx.dtypes import dtype_name

@@ -19,7 +19,6 @@ X = torch.linspace(-2, 2, 128).view(16, 8)
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
 
 
 class Noisy(nn.Module):

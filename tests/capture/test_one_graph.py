@@ -25,7 +25,6 @@ SCALE = 2.0
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
 
 
 class Net(nn.Module):

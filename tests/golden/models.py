@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.runtime.variant_table import VariantTable
 
 FOLDER = Path(__file__).parent
 
@@ -119,14 +118,9 @@ CASES: dict[str, Callable[[], autocastfx.AmpModule]] = {
 LINTS = ("cnn", "encoder_layer")
 
 
+@functools.cache
 def converted(name: str) -> autocastfx.AmpModule:
     """The model of a case, in train mode, made once. Leave it as it is."""
-    return _made(name, VariantTable.capture_modes)
-
-
-@functools.cache
-def _made(name: str, captures: object) -> autocastfx.AmpModule:
-    """Where tests have conversions capture one mode, the model is another."""
     return CASES[name]()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UncheckedWarning, UnsupportedError
 from autocastfx.numerics.check import Check, CheckedValue
 from autocastfx.runtime import behaviour, captures, variant_table

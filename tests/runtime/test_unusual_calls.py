@@ -50,7 +50,6 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "_VIEWS", True)
     torch.manual_seed(0)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError, listed
+from autocastfx.errors import ArgumentTypeError, GpuError, UnsupportedError, listed
 from autocastfx.graph.cell import aligned
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
@@ -302,11 +302,6 @@ def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int]]:
 
 
 def _check(plan: Plan, gpu: Gpu) -> None:
-    if plan.unverified:
-        raise NotCapturedError(
-            "lint reads sizes, and a model converted without inputs has none before its first call: call the model "
-            "once, or give convert the inputs of one call."
-        )
     if plan.low not in gpu.dtypes:
         raise GpuError(
             f"the tensor cores of {gpu.name} take {', '.join(gpu.dtypes)}, not {plan.low}: choose another GPU, or "
