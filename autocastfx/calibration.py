@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.capture.measure import measured_run
 from autocastfx.capture.progress import Progress, counted
-from autocastfx.capture.whole_calls import places
 from autocastfx.errors import CalibrationError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
@@ -107,7 +107,7 @@ def _measured_by_dynamo(
 ) -> Ranges:
     modes = [m.training if training is None else training for m in model.modules()]
     measuring, leaves = Measuring(mode_of(modes)), load_op_list(op_list).functions()
-    captures = Captures(model, CallSignature.of(model.forward), {function for _, _, function in places(leaves)})
+    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
 
     def call(*args: Any, **kwargs: Any) -> None:
         for module, mode in zip(model.modules(), modes, strict=True):  # isolated gives back those before

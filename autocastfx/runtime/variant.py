@@ -306,6 +306,7 @@ class Variant(nn.Module):
         """Return the model's output, from the outputs of the graph and the tensors of the call."""
         return pytree.tree_unflatten(list(outputs), self.out_spec)
 
+
 def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     """Generate the code of ``graph`` and its flat function; tracebacks show the source."""
     for_others = graph._codegen
