@@ -458,7 +458,8 @@ def convert_captured(
     """
     if amp_model._is_low:
         return None
-    graphs = [one for one in amp_model._captures.graphs if modes is None or one.captured.training == modes]
+    known = amp_model._made if modes is None else amp_model._captures.graphs
+    graphs = [one for one in known if modes is None or one.captured.training == modes]
     return amp_model._converted_by(converter, graphs, amp_model._original.device if keeps_device else None)
 
 

@@ -44,6 +44,10 @@ class Runs(Protocol):
         """Run a graph as converted, with Dynamo's inputs."""
         ...
 
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Convert a graph while Dynamo captures: what that settles of symbolic sizes is part of Dynamo's guards."""
+        ...
+
 
 @dataclass
 class Now(threading.local):
@@ -98,6 +102,7 @@ class CapturedGraph:
         results: where the model's output is.
         inside: graphs that run again in backward, by the node that calls them.
         varying: the names of tensors in ``held`` whose numbers have changed, so that nothing rests on them.
+        settled: the conditions on sizes that Dynamo guards.
     """
 
     captured: Captured
@@ -107,10 +112,15 @@ class CapturedGraph:
     results: Results = field(default_factory=Results)
     inside: Mapping[str, CapturedGraph] = field(default_factory=dict)
     varying: set[str] = field(default_factory=set)
+    settled: frozenset[str] | None = None
 
     def note(self, inputs: Sequence[Any]) -> None:
         """Note which tensors a call reads that are no arguments."""
         self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
+
+    def settle(self) -> None:
+        """Note for which sizes the graph is: Dynamo makes its guards."""
+        self.settled = frozenset(shape_guard(self.captured.graph.find_nodes(op="placeholder")).conditions)
 
     def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
@@ -206,6 +216,9 @@ class Captures:
         refuse_trained(self.model, graph.read({}))
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
+        if NOW.runs is not None:
+            NOW.runs.prepare(graph)
+        graph.settle()
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, weakref.ref(self), graph)

@@ -14,6 +14,7 @@ from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.shape_guard import shape_guard
+from autocastfx.errors import VariantError
 from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
@@ -79,6 +80,8 @@ class DynamoVariant(Variant):
             captured=captured,
         )
         self.places, self.results = graph.places, graph.results
+        conditions = () if graph.settled is None else (c for c in self.guard.conditions if c not in graph.settled)
+        self._settled = replace(self.guard, conditions=tuple(conditions))  # by another conversion than the first one
         self.fixed: Sequence[FixedTensor] = ()
 
     def mount(self, prefix: str, signature: CallSignature) -> None:
@@ -89,6 +92,19 @@ class DynamoVariant(Variant):
     def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Return the model's output, from the outputs of the graph and the tensors of the call."""
         return self.results.output(outputs, tensors)
+
+    def refuse_other_sizes(self, inputs: Sequence[Any]) -> None:
+        """Refuse sizes beyond those for which this conversion decides, but Dynamo's guards do not.
+
+        Raises:
+            VariantError: they are.
+        """
+        if self._settled.conditions:
+            given = dict(zip(self.places, inputs, strict=True))
+            tensors = (given.get(str(node.target)) for node in self.graph.find_nodes(op="placeholder"))
+            sizes = [one.shape if isinstance(one, torch.Tensor) else () for one in tensors]
+            if not self._settled.holds(sizes):
+                raise VariantError(f"this conversion decides for sizes where {self._settled}: convert the model again.")
 
     def has_changed(self, inputs: Sequence[Any]) -> bool:
         """True if a tensor on whose numbers decisions rest may have other numbers now."""

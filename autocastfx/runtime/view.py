@@ -145,6 +145,7 @@ class AmpView(AmpModule):
             graph.varying.update(around.places_stood_in(graph.places, inputs))
             inputs = around.given(inputs)
         variant = self._made.get(graph) or self._convert(graph)
+        variant.refuse_other_sizes(inputs)
         if variant.has_changed(inputs):
             variant = self._look_again(graph, variant, inputs)
         if around is None:
@@ -160,6 +161,11 @@ class AmpView(AmpModule):
         if graph.results.spec is None:
             NOW.last = graph, inputs, outputs
         return outputs
+
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Convert a graph, if it is not yet."""
+        if graph not in self._made:
+            self._convert(graph)
 
     def _computed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         if self._observers:
@@ -212,7 +218,7 @@ class AmpView(AmpModule):
 
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
         """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
-        probe = _Probe()
+        probe = _Probe(self)
         with suppress(_Probed):
             self._call_as(probe, args, kwargs)
         if (graph := probe.graph) is None:
@@ -232,7 +238,8 @@ class AmpView(AmpModule):
 
     def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Capture and convert the graph of a call, which does nothing else."""
-        self._convert(self._probe(args, kwargs))
+        with suppress(VariantError):  # a call that computes nothing runs no graph
+            self.prepare(self._probe(args, kwargs))
 
     def _converted_by(self, converter: Any, graphs: Sequence[CapturedGraph], device: torch.device | None) -> AmpView:
         """Return what converts otherwise what is captured for this model, ``graphs`` at once."""
@@ -262,7 +269,10 @@ class AmpView(AmpModule):
         shown = self.variants
         active = next((v for v in shown if v.modes == modes), next(iter(shown), None))
         if active is None:
-            raise NotCapturedError("there is no graph to show before the first call: call the model once.")
+            raise NotCapturedError(
+                "there is no graph to show before the first call: call the model once, or give convert example inputs. "
+                "A call that computes nothing has none."
+            )
         return active
 
     def _modes(self) -> tuple[bool, ...]:
@@ -503,6 +513,9 @@ class _Probe:
     graph: CapturedGraph | None = None
     inputs: Sequence[Any] = ()
 
+    def __init__(self, owner: AmpView) -> None:
+        self.prepare = owner.prepare
+
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """End the call."""
         self.graph, self.inputs = graph, inputs
@@ -511,6 +524,9 @@ class _Probe:
 
 class _AsCaptured:
     """Runs a graph as it was captured."""
+
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Do nothing: it settles no sizes."""
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run it, and note what it gives."""

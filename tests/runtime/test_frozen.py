@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import autocastfx
-from autocastfx import conversion
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 
 LOW = torch.bfloat16

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
-from autocastfx import conversion
 from autocastfx.errors import AutocastFXError, UnsupportedError
 
 LOW = torch.bfloat16
