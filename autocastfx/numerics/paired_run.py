@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,8 +15,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, batch_of, sized
-from autocastfx.capture.export import capture
-from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
+from autocastfx.capture.captured import Captured
+from autocastfx.capture.kept_whole import functions_at
+from autocastfx.capture.leave_intact import isolated, random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
@@ -27,8 +28,12 @@ from autocastfx.plan.plan import because_of
 from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
-from autocastfx.runtime.amp_module import AmpModule, Variant
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.captures import Captures
+from autocastfx.runtime.modes import set_modes
 from autocastfx.runtime.operators.float8 import float8_linear
+from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.view import view
 
 # Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
 
@@ -417,10 +422,9 @@ def run_side_by_side(
         }
         _check_fits(theirs, amp_model._held())
         theirs |= outside
-        signature, kept = CallSignature.of(model.forward), amp_model._original.leaves
         if _is_low(ours) and not _is_low(theirs):  # what was captured has the casts of the 16-bit model
             captured = None
-        captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)
+        captured = captured or _captured_of(model, amp_model, variant, args, kwargs)
     if captured is None:
         return PairedRun(variant, Side(low, call, gradients), None, {}, 0, ask)
     given = {**captured.attributes, **theirs}
@@ -432,6 +436,21 @@ def run_side_by_side(
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = (Side(flat, call, gradients) for flat in (low, full))
     return PairedRun(variant, run, beside, twins, made + gone, ask)
+
+
+def _captured_of(
+    model: nn.Module, amp_model: AmpModule, variant: Variant, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Captured:
+    """Capture another model than was converted, in the modes of ``variant``; it stays as it is."""
+    origin = amp_model._original
+    with isolated(model):
+        set_modes(list(model.modules()), variant.modes)
+        captures = Captures(model, CallSignature.of(model.forward), functions_at(origin.leaves))
+        return (
+            view(captures, replace(origin.converter, as_captured=True), None, origin.leaves)
+            ._probe(args, kwargs)
+            .captured
+        )
 
 
 def _is_low(tensors: Mapping[str, torch.Tensor]) -> bool:
