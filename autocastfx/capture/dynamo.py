@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache, wraps
 from traceback import StackSummary, walk_tb
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -225,10 +225,13 @@ def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> Me
 
 
 def _with_own_code(called: Any, module: nn.Module) -> MethodType:
-    """Return a method with code of its own: Dynamo knows code, and which sizes vary in it, by its name and line."""
+    """Return a method with code of its own: Dynamo knows code, and which sizes vary in it, by its name and line.
+
+    Its globals are its own, too, for Dynamo keeps there what it has compiled, and which module a name stands for.
+    """
     own = called.__code__.replace(co_name=type(module).__name__, co_firstlineno=next(_LINES))
-    called.__code__ = own
-    return MethodType(called, module)
+    names = {"torch": torch, "__name__": __name__, "__builtins__": __builtins__}
+    return MethodType(FunctionType(own, names, called.__name__, called.__defaults__, called.__closure__), module)
 
 
 def forward_caller(module: nn.Module) -> MethodType:

@@ -112,7 +112,7 @@ def aten_graph(
     has_values = {
         name: one
         for name, one in zip(names, inputs, strict=True)
-        if isinstance(one, nn.Parameter) or (name in by_name and not isinstance(one, FakeTensor))
+        if isinstance(one, nn.Parameter) or (name in by_name and (id(one) in paths or not isinstance(one, FakeTensor)))
     }
     for node in graph.find_nodes(op="placeholder"):
         if (one := by_name.get(str(node.target))) is not None:

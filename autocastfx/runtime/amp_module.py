@@ -32,6 +32,12 @@ class AmpModule(fx.GraphModule):
             self._observers = tuple(one for one in self._observers if one is not observer)
 
     @property
+    def _working_copies(self) -> Any:
+        """The 16-bit copies that graphs read by this name, once in each call."""
+        copies = self.__dict__.get("_autocastfx_copies")
+        return None if copies is None else copies.fresh()
+
+    @property
     def _is_low(self) -> bool:
         return False
 
