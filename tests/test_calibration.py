@@ -344,7 +344,7 @@ def test_a_mode_that_was_not_measured_takes_the_ranges_of_the_other() -> None:
     x = batches()[0]
     amp_model.train()(x)
     assert amp_model.plan["linear"].decision.source == "forced:range"
-    mild = calibrate(model, batches(), training=True)
+    mild = calibrate(model.eval(), batches(), training=True)
     amp_model = convert(
         model, (batches()[0],), calibrate=calibrate(model, [torch.full((2, 8), 1e5)]).merged(mild), dtype="float16"
     )

@@ -342,13 +342,11 @@ class _Checking:
 
     def found(self) -> Check:
         """Return the result."""
-        converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._original.baked else None
-        modes = () if converted is None else behaviour.mode_differences(self.model, converted)
         parts = self.compared
         return Check(
             model=type(self.model).__name__,
             dtype=dtype_name(self.low),
-            differences=(*modes, *(one for part in parts for one in part.differences), *self.raised),
+            differences=(*(one for part in parts for one in part.differences), *self.raised),
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),

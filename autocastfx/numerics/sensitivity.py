@@ -206,7 +206,7 @@ class Measuring:
         """
         original = self.amp_model._original
         converter = replace(cast("Converter", original.converter), prices=Prices(one))
-        plan = converter(captured_of(variant), self.amp_model._held(), torch.device(variant.plan.device)).plan
+        plan = self.amp_model._plan_by(converter, variant)
         true = 0.0
         if original.model is not None:
             judge = TargetDistance(original.model, [batch], self.loss_fn, self.of, self.inputs)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.captured import Captured
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
@@ -38,7 +37,7 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
 )
-from autocastfx.plan.ranges import key_of, mode_of
+from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import Signature, added, rms
 from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import saturating_cast
@@ -68,15 +67,6 @@ class Converter(Settings):
     def fixed_facts(self, tensor: torch.Tensor) -> tuple[object, ...]:
         """What decisions may rest on as long as the numbers of a tensor stay that no optimizer changes."""
         return () if self.as_captured or self.op_list.placement == "follow" else fixed_facts(tensor)
-
-    def decide(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Plan:
-        """The plan of a call, apart from casts and copies, in half of the time: the graph is not rewritten.
-
-        Raises:
-            BannedOpError, PlanError: as for :meth:`convert_graph`.
-        """
-        graph, attributes, mode = captured.graph, captured.attributes, mode_of(captured.training)
-        return self.convert_graph(graph, attributes, tensors, device, mode=mode, rewrites=False).plan
 
     def convert_graph(
         self,

@@ -286,20 +286,6 @@ def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
     return far if far == far else float("inf")
 
 
-def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Difference]:
-    """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
-    for mode, called in ((True, "after train()"), (False, "after eval()")):
-        with isolated(model, amp_model):
-            model.train(mode)
-            amp_model.train(mode)
-            theirs, ours = ([m.training for m in _modules(one)] for one in (model, amp_model))
-            names = [name for name, _ in model.named_modules()]
-        for name, wanted, is_training in zip(names, theirs, ours, strict=True):
-            if wanted != is_training:
-                word = "training" if is_training else "evaluation"
-                yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
-
-
 def changed(arguments: Arguments) -> Arguments:
     """Return other arguments of the same sizes, each a tensor of its own.
 

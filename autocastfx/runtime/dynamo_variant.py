@@ -16,6 +16,7 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import VariantError
 from autocastfx.graph.node import recomputed, value
+from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
@@ -43,20 +44,36 @@ def converted_variant(
     return variant
 
 
+def decided_plan(
+    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device | None
+) -> Plan:
+    """Return the plan of such a conversion, apart from casts and copies, in half of the time: nothing is rewritten."""
+    return _converted(converter, graph, held, device or graph.captured.device, rewrites=False).plan
+
+
 def _converted(
-    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device, prefix: str = ""
+    converter: Any,
+    graph: CapturedGraph,
+    held: Mapping[str, torch.Tensor],
+    device: torch.device,
+    prefix: str = "",
+    *,
+    rewrites: bool = True,
 ) -> Any:
     captured = graph.captured
     abstract = {str(node.target): value(node) for node in captured.graph.find_nodes(op="get_attr")}
     tensors = {name: held.get(name, abstract[name]) for name in graph.held if name in held or name in abstract}
     made = converter.convert_graph(
-        *(captured.graph, captured.attributes, tensors, device), mode=mode_of(captured.training), prefix=prefix
+        *(captured.graph, captured.attributes, tensors, device),
+        mode=mode_of(captured.training),
+        rewrites=rewrites,
+        prefix=prefix,
     )
     again = replace(converter, weights="cast", keep_output_dtype=True)
     for node in made.graph.nodes:
         if recomputed(node):
             inner = graph.inside[node.name]
-            part = _converted(again, inner, inner.read({}), device, f"{prefix}{node.name}/")
+            part = _converted(again, inner, inner.read({}), device, f"{prefix}{node.name}/", rewrites=rewrites)
             lifted = lift(part.graph, inner.places)
             node.target = node.target.with_recomputed(fx.GraphModule(dict(part.attributes), lifted))
             made = replace(made, plan=made.plan.with_inside(part.plan))

@@ -28,11 +28,11 @@ from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, Observer, attribute
-from autocastfx.plan.plan import Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
-from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
+from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant, decided_plan
 from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.variant import Variant, keywords_of_export
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
@@ -247,6 +247,18 @@ class AmpView(AmpModule):
         for graph in graphs:
             again._convert(graph)
         return again
+
+    def _variant_by(self, converter: Any, variant: Variant) -> Variant:
+        """Convert what ``variant`` was made from by another converter, beside this model."""
+        return converted_variant(converter, *self._source_of(variant))
+
+    def _plan_by(self, converter: Any, variant: Variant) -> Plan:
+        """Return the plan of such a conversion, apart from casts and copies."""
+        return decided_plan(converter, *self._source_of(variant))
+
+    def _source_of(self, variant: Variant) -> tuple[CapturedGraph, Mapping[str, torch.Tensor], torch.device | None]:
+        graph = next(graph for graph, made in self._made.items() if made is variant)
+        return graph, graph.read(self._held()), self._original.device
 
     def _with_own_captures(self) -> AmpView:
         """Return what converts the model in the same way, in graphs of its own."""
@@ -475,7 +487,7 @@ class AmpView(AmpModule):
             UnsupportedError: the graph takes numbers that change from call to call, or returns what no graph holds.
         """
         variant = cast("DynamoVariant", self._variant_for(args, kwargs) if args or kwargs else self._only_variant())
-        graph = next(graph for graph, made in self._made.items() if made is variant)
+        graph, *_ = self._source_of(variant)
         return freeze(self._model, self._captures._root, self._signature, graph, variant)
 
     def _only_variant(self) -> Variant:
@@ -609,8 +621,14 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
     """Return a converted model that captures by ``captures`` and converts by ``converter``."""
     kind = type(captures.model)
     if kind not in _KINDS:
-        _KINDS[kind] = type(AmpModule.__name__, (AmpView,), {"__module__": AmpModule.__module__})
+        theirs = {name: _the_models(name) for name in ("freeze", "refresh_weights") if hasattr(kind, name)}
+        _KINDS[kind] = type(AmpModule.__name__, (AmpView,), {"__module__": AmpModule.__module__, **theirs})
     return _KINDS[kind](captures, converter, device, leaves)
+
+
+def _the_models(name: str) -> property:
+    """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
+    return property(lambda self: self.__getattr__(name))
 
 
 def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
