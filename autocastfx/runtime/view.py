@@ -262,7 +262,9 @@ class AmpView(AmpModule):
         shown = self.variants
         active = next((v for v in shown if v.modes == modes), next(iter(shown), None))
         if active is None:
-            raise NotCapturedError("there is no graph to show before the first call: call the model once.")
+            raise NotCapturedError(
+                "there is no graph to show before the first call: call the model once, or give convert example inputs."
+            )
         return active
 
     def _modes(self) -> tuple[bool, ...]:
