@@ -159,13 +159,14 @@ class Captures:
         before = now.runs, now.args, now.kwargs, now.around, now.without
         now.runs, now.args, now.kwargs, now.around, now.without = runs, args, kwargs, around, None
         try:
-            if torch.is_grad_enabled() or self._asks:
-                return self._call(*args, **kwargs)
-            return self._call_without_gradients(args, kwargs)
-        except RuntimeError as error:
-            if (plain := plain_error(error, self.model, args, kwargs)) is None:
-                raise
-            raise plain from None
+            try:
+                if torch.is_grad_enabled() or self._asks:
+                    return self._call(*args, **kwargs)
+                return self._call_without_gradients(args, kwargs)
+            except RuntimeError as error:
+                if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                    raise
+            return self._call_apart(plain, args, kwargs)
         finally:
             now.runs, now.args, now.kwargs, now.around, now.without = before
 
@@ -179,6 +180,19 @@ class Captures:
         except _AsksError:
             NOW.without = None
             return self._call(*args, **kwargs)
+
+    def _call_apart(self, plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run or capture a graph for these sizes alone, and for calls without gradients: one for more failed."""
+        with_gradients, asked = torch.is_grad_enabled(), self._asks
+        if with_gradients and not self.graphs:
+            raise plain
+        NOW.without, self._asks = None, asked or not with_gradients
+        try:
+            with cast("Any", torch._dynamo.config).patch(automatic_dynamic_shapes=False):
+                return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            self._asks = asked
+            raise plain_error(error, self.model, args, kwargs) or error from None
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""
