@@ -269,9 +269,9 @@ class AmpModule(fx.GraphModule):
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if not name.startswith(f"{self._table}.")}
 
-    def _outside(self) -> dict[str, Any]:
-        """Tensors that graphs read from elsewhere, by the names that they have there."""
-        return {}
+    def _given_to(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Variant, Call, dict[str, Any]]:
+        """The variant that such a call runs, what the call gives its inputs, and what it reads from elsewhere."""
+        return self._variant_for(args, kwargs), self._signature.bind(args, kwargs), {}
 
     def train(self, mode: bool = True) -> AmpModule:
         """Switch to training or evaluation, as the original's own ``train`` or ``eval`` does.

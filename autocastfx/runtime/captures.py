@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -111,6 +111,20 @@ class CapturedGraph:
     def note(self, inputs: Sequence[Any]) -> None:
         """Note which tensors a call reads that are no arguments."""
         self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
+
+    def given(self, call: Call, inputs: Sequence[Any], own: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """Return all that a call gives the inputs of the graph, and what the graph reads that is not in ``own``.
+
+        Args:
+            call: its tensors are the first inputs; numbers that change from call to call come after them.
+            inputs: Dynamo's.
+            own: the model's parameters and buffers.
+        """
+        values = dict(zip(self.places, inputs, strict=True))
+        names = [str(node.target) for node in self.captured.graph.find_nodes(op="placeholder")]
+        numbers = (values[name] for name in names[len(call.tensors) :])
+        outside = {name: values[name] for name in self.held if name in values and name not in own}
+        return replace(call, tensors=(*call.tensors, *numbers)), outside
 
     def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
