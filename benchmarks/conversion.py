@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -177,7 +177,7 @@ def measure_model(model: ZooModel, mode: str) -> ZooRow | None:
     signature, inputs = CallSignature.of(module.forward), model.inputs(*FIRST_SIZE)
 
     def captured() -> CapturedGraph:
-        return view(Captures(module, signature), replace(converter, as_captured=True), None, ())._probe((), inputs)
+        return view(Captures(module, signature), converter, None, ())._probe((), inputs, converts=False)[0]
 
     try:
         found, spent = seconds(captured)

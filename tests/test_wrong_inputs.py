@@ -229,7 +229,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         f"dump {__name__}:Net --inputs float31[3]",
         r"the input .*'float31' is no dtype \(did you mean 'float32'",
     ),
-    "a size": (f"dump {__name__}:Net --inputs float32[3,5]", "Net fails: a and b must have same reduction dim, but got .3, 5. X .4, 8."),
+    "a size": (
+        f"dump {__name__}:Net --inputs float32[3,5]",
+        "Net fails: a and b must have same reduction dim, but got .3, 5. X .4, 8.",
+    ),
     "a list": (f"dump {__name__}:Net --inputs float32[3,4] --op-list nope.yaml", "cannot read the op list nope.yaml"),
     "an output": (f"dump {__name__}:Net --inputs float32[3,4] -o no/a.html", "cannot write no/a.html: the folder no"),
     "a node": (f"explain {__name__}:Net linaer --inputs float32[3,4]", r"no node, .*\(did you mean 'linear'\?\)"),

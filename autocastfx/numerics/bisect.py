@@ -299,6 +299,8 @@ def bisect(
         raise ArgumentError("bisect searches rules of an op list, over which a plan wins: leave plan out.")
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
+    if not first.variants:
+        metric(first)  # the first call captures
 
     def make(places: Sequence[OpInModule]) -> AmpModule:
         rules = op_list_of(places, first.plan) if places else OpList()

@@ -152,14 +152,9 @@ class Measuring:
         refuse_unpredicted(converter, self.float8)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
-        variant = self.amp_model._variant_for(args, kwargs)
+        variant, call, outside = self.amp_model._given_to(args, kwargs)
         captured = captured_of(variant)
-        call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
-        attributes: Mapping[str, Any] = {
-            **captured.attributes,
-            **self.amp_model._outside(),
-            **self.amp_model._held(),
-        }
+        attributes: Mapping[str, Any] = {**captured.attributes, **outside, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports
         # Held for a value between segments: itself, its gradient and its tangents, and the projections' derivatives by
         # it; tangents and derivatives in bfloat16.

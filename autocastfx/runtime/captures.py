@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -122,6 +122,20 @@ class CapturedGraph:
         """Note for which sizes the graph is: Dynamo makes its guards."""
         self.settled = frozenset(shape_guard(self.captured.graph.find_nodes(op="placeholder")).conditions)
 
+    def given(self, call: Call, inputs: Sequence[Any], own: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """Return all that a call gives the inputs of the graph, and what the graph reads that is not in ``own``.
+
+        Args:
+            call: its tensors are the first inputs; numbers that change from call to call come after them.
+            inputs: Dynamo's.
+            own: the model's parameters and buffers.
+        """
+        values = dict(zip(self.places, inputs, strict=True))
+        names = [str(node.target) for node in self.captured.graph.find_nodes(op="placeholder")]
+        numbers = (values[name] for name in names[len(call.tensors) :])
+        outside = {name: values[name] for name in self.held if name in values and name not in own}
+        return replace(call, tensors=(*call.tensors, *numbers)), outside
+
     def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
 
@@ -177,13 +191,14 @@ class Captures:
         before = now.runs, now.args, now.kwargs, now.around, now.without
         now.runs, now.args, now.kwargs, now.around, now.without = runs, args, kwargs, around, None
         try:
-            if torch.is_grad_enabled() or self._asks:
-                return self._call(*args, **kwargs)
-            return self._call_without_gradients(args, kwargs)
-        except RuntimeError as error:
-            if (plain := plain_error(error, self.model, args, kwargs)) is None:
-                raise
-            raise plain from None
+            try:
+                if torch.is_grad_enabled() or self._asks:
+                    return self._call(*args, **kwargs)
+                return self._call_without_gradients(args, kwargs)
+            except RuntimeError as error:
+                if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                    raise
+            return self._call_apart(plain, args, kwargs)
         finally:
             now.runs, now.args, now.kwargs, now.around, now.without = before
 
@@ -197,6 +212,19 @@ class Captures:
         except _AsksError:
             NOW.without = None
             return self._call(*args, **kwargs)
+
+    def _call_apart(self, plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run or capture a graph for these sizes alone, and for calls without gradients: one for more failed."""
+        with_gradients, asked = torch.is_grad_enabled(), self._asks
+        if with_gradients and not self.graphs:
+            raise plain
+        NOW.without, self._asks = None, asked or not with_gradients
+        try:
+            with cast("Any", torch._dynamo.config).patch(automatic_dynamic_shapes=False):
+                return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            self._asks = asked
+            raise plain_error(error, self.model, args, kwargs) or error from None
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""

@@ -31,6 +31,11 @@ _OUTPUT = "autocastfx_output"  # the module that makes the output
 _DEFAULTS = (type(None), bool, int, float, str)
 
 
+def member_name(target: str) -> str:
+    """Return the name in the module of the check of what a graph reads from outside of the model."""
+    return re.sub(r"\W", "_", target)
+
+
 class FrozenCall(nn.Module):
     """Refuses calls that a graph was not captured for, and holds its constants.
 
@@ -224,7 +229,7 @@ def _graph_of(
             tensor = _find(root, target, graph.read({}))
         if id(tensor) in paths:
             return paths[id(tensor)]
-        name = re.sub(r"\W", "_", target)
+        name = member_name(target)
         if isinstance(tensor, torch.Tensor):
             call.register_buffer(name, tensor, persistent=False)
         else:

@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallSignature, device_among
+from autocastfx.capture.call import Call, CallSignature, device_among
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.graph.node import NodeRun, attribute, dtypes
 from autocastfx.runtime.captures import Captures
-from autocastfx.runtime.frozen import CALL
+from autocastfx.runtime.frozen import CALL, member_name
 from autocastfx.runtime.modes import modes_after, set_modes
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.view import AmpView, Origin, signed_forward, view
@@ -83,16 +83,12 @@ class LowView(AmpView):
 
     def _run_observed_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the graph node by node, for observers."""
-        variant, call = self._active, self._signature.bind(args, kwargs)
+        variant, call, outside = self._given_to(args, kwargs)
         inputs = [str(node.target) for node in variant.graph.find_nodes(op="placeholder")]
-        values = dict(zip(inputs, call.tensors, strict=True))
-        outside = cast("nn.Module", self._model._modules[CALL])
+        values = {**outside, **dict(zip(inputs, call.tensors, strict=True))}
 
         def read(node: fx.Node) -> Any:
-            try:
-                return values[str(node.target)] if node.target in values else attribute(self, str(node.target))
-            except AttributeError:
-                return attribute(outside, str(node.target).replace(".", "_"))
+            return values[str(node.target)] if node.target in values else attribute(self, str(node.target))
 
         run = NodeRun(variant.keeping, read, self._shown_to_observers(variant))
         return variant.output(run.run(*call.tensors, enable_io_processing=False), call.tensors)
@@ -103,8 +99,12 @@ class LowView(AmpView):
             raise NotCapturedError("a file of a model of weights='low' keeps no plan: look at it before it is saved.")
         return self.variants[0]
 
-    def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
-        return self._active
+    def _given_to(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Variant, Call, dict[str, Any]]:
+        variant, held, inside = self._active, self._held(), f"{self._active.prefix}."
+        reads = (str(node.target) for node in variant.graph.find_nodes(op="get_attr"))
+        outside = cast("nn.Module", self._model._modules[CALL])
+        others = (name for name in reads if name not in held and not name.startswith(inside))
+        return variant, self._signature.bind(args, kwargs), {n: attribute(outside, member_name(n)) for n in others}
 
     def _view_of(self, part: nn.Module) -> Any:
         return self if part is self._model else part

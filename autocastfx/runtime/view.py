@@ -21,7 +21,8 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.jit._trace import TracerWarning
 from torch.nn.modules.module import _has_any_global_hook
 
-from autocastfx.capture.call import CallSignature
+from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
@@ -216,30 +217,36 @@ class AmpView(AmpModule):
         self._made[graph] = variant
         return variant
 
-    def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
-        """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
-        probe = _Probe(self)
+    def _probe(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, converts: bool = True
+    ) -> tuple[CapturedGraph, Sequence[Any]]:
+        """Return the graph that such a call runs, captured now if need be, with its inputs; it does nothing else."""
+        probe = _Probe(self.prepare if converts else lambda _: None)
         with suppress(_Probed):
             self._call_as(probe, args, kwargs)
         if (graph := probe.graph) is None:
             raise VariantError("the call runs no graph: its results do not depend on tensors")
         graph.note(probe.inputs)
-        return graph
+        return graph, probe.inputs
 
     def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
-        self._signature.bind(args, kwargs)
-        graph = self._probe(tuple(args), kwargs)
+        return self._given_to(args, kwargs)[0]
+
+    def _given_to(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Variant, Call, dict[str, Any]]:
+        call = self._signature.bind(args, kwargs)
+        graph, inputs = self._probe(tuple(args), kwargs)
+        given = graph.given(call, inputs, self._held())
         variant = self._made.get(graph) or self._convert(graph)
         if graph.results.spec is None:
             with_gradients = torch.is_grad_enabled()
             with isolated(self._model), torch.set_grad_enabled(with_gradients):
                 self._call_as(_AsCaptured(), args, kwargs)
-        return variant
+        return variant, *given
 
     def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Capture and convert the graph of a call, which does nothing else."""
         with suppress(VariantError):  # a call that computes nothing runs no graph
-            self.prepare(self._probe(args, kwargs))
+            self.prepare(self._probe(args, kwargs)[0])
 
     def _converted_by(self, converter: Any, graphs: Sequence[CapturedGraph], device: torch.device | None) -> AmpView:
         """Return what converts otherwise what is captured for this model, ``graphs`` at once."""
@@ -304,10 +311,6 @@ class AmpView(AmpModule):
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Yield the model's own modules, but itself for the model."""
         return (module for _, module in self.named_modules(remove_duplicate=remove_duplicate))
-
-    def _outside(self) -> dict[str, Any]:
-        held = self._held()
-        return {n: t for graph in self._made for n, t in graph.read(held).items() if n not in held}
 
     def _held(self) -> dict[str, torch.Tensor]:
         model = self._model
@@ -525,8 +528,8 @@ class _Probe:
     graph: CapturedGraph | None = None
     inputs: Sequence[Any] = ()
 
-    def __init__(self, owner: AmpView) -> None:
-        self.prepare = owner.prepare
+    def __init__(self, prepare: Callable[[CapturedGraph], None]) -> None:
+        self.prepare = prepare
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """End the call."""
@@ -634,6 +637,32 @@ def _the_models(name: str) -> property:
 def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
     captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
     return view(captures, converter, device, leaves)
+
+
+def captured_call(
+    model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Captured, Call, dict[str, Any]]:
+    """Capture one call of a model, in these modes of its modules; the call does nothing else.
+
+    Args:
+        model: stays as it is.
+        leaves: paths of functions that stay whole.
+        modes: of the modules.
+        args: of the call, by position.
+        kwargs: of the call, by keyword.
+
+    Returns:
+        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
+    """
+    amp_model, before = _restored(model, None, None, leaves), [(module, module.training) for module in model.modules()]
+    try:
+        for (module, _), mode in zip(before, modes, strict=True):
+            module.training = mode
+        graph, inputs = amp_model._probe(args, kwargs, converts=False)
+    finally:
+        for module, mode in before:
+            module.training = mode
+    return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 
 _OWN = frozenset({"forward", "_observers", "_graph", "graph"})

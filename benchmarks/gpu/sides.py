@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -84,7 +84,7 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
     converter = _converter(model, torch.bfloat16, "cast", "exact")
     leaves = converter.op_list.functions()
     captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
-    view(captures, replace(converter, as_captured=True), None, leaves)._probe((), inputs)
+    view(captures, converter, None, leaves)._probe((), inputs, converts=False)
     return Source(model, inputs, captures)
 
 
