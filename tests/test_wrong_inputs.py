@@ -69,7 +69,7 @@ def told_of(place: str, called: str) -> str:
 
 
 Act = Callable[[], object]
-MIXED = r"the conversion of Net was not compared .* the model raises RuntimeError: mat1 and mat2 must have the same dtype, but got "
+MIXED = "the conversion of Net was not compared .* mat1 and mat2 must have the same dtype, but got "
 # By what is wrong: what is done, and what the message says, from its beginning.
 INPUTS: dict[str, tuple[Act, str]] = {
     "too many": (lambda: convert((X, X, X, X)), r"the example inputs do not fit Net\.forward: too many positional"),
@@ -231,7 +231,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "a size": (
         f"dump {__name__}:Net --inputs float32[3,5]",
-        "Net fails: a and b must have same reduction dim, but got .3, 5. X .4, 8.",
+        "Net fails: a and b must have same reduction dim",
     ),
     "a list": (f"dump {__name__}:Net --inputs float32[3,4] --op-list nope.yaml", "cannot read the op list nope.yaml"),
     "an output": (f"dump {__name__}:Net --inputs float32[3,4] -o no/a.html", "cannot write no/a.html: the folder no"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -27,8 +27,6 @@ from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.captures import Captures
-from autocastfx.runtime.modes import set_modes
 from autocastfx.runtime.operators.float8 import float8_linear
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.view import captured_call
@@ -433,21 +431,6 @@ def run_side_by_side(
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = Side(low, call, gradients), Side(full, same_call, gradients)
     return PairedRun(variant, run, beside, twins, made + gone, ask)
-
-
-def _captured_of(
-    model: nn.Module, amp_model: AmpModule, variant: Variant, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Captured:
-    """Capture another model than was converted, in the modes of ``variant``; it stays as it is."""
-    origin = amp_model._original
-    with isolated(model):
-        set_modes(list(model.modules()), variant.modes)
-        captures = Captures(model, CallSignature.of(model.forward), functions_at(origin.leaves))
-        return (
-            view(captures, replace(origin.converter, as_captured=True), None, origin.leaves)
-            ._probe(args, kwargs)
-            .captured
-        )
 
 
 def _is_low(tensors: Mapping[str, torch.Tensor]) -> bool:
