@@ -204,7 +204,11 @@ def _computed(
         return 1.0
     if kind in ("counted", "filled"):
         ends = [n for n in node.args if isinstance(n, (int, float, torch.SymInt))]
-        return max(map(largest_size, ends), default=math.inf) if all(map(_is_whole, ends)) else None
+        if not all(map(_is_whole, ends)):
+            return None
+        if kind == "counted" and any(isinstance(end, int) and _is_of_size(node.graph, end) for end in ends):
+            return math.inf
+        return max(map(largest_size, ends), default=math.inf)
     floating = tensors(node)[0].is_floating_point()
     operands = [u.node for u in uses(node) if tensors(u.node)]
     if kind == "moved":  # an index or a mask says which values, and is none of them
@@ -228,6 +232,13 @@ def _computed(
     is_product = category is not None and category.is_low and name in facts.reduces
     contracted = product(node, facts.reduces[name], size) if is_product else None
     return _times(*whole, contracted.depth) if contracted is not None else None
+
+
+def _is_of_size(graph: fx.Graph, end: int) -> bool:
+    """True if ``end`` seems to be made of a size of the call, which a graph for one call has as a number."""
+    inputs = (one for node in graph.find_nodes(op="placeholder") for one in tensors(node))
+    sizes = {int(size) for one in inputs for size in one.shape if isinstance(size, int)}
+    return any(end in (size - 1, size, size + 1, 2 * size - 1, 2 * size) for size in sizes if end > 1)
 
 
 def _times(*bounds: float) -> float:
