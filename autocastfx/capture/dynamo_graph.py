@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from autocastfx.capture.failure import place
 from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
-from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
+from autocastfx.capture.rewrites import REPAIRS, detach_unwritten, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, run_cast
 from autocastfx.capture.whole_calls import AutogradCall, record_call
@@ -106,6 +106,7 @@ def aten_graph(
         if op_name(node) == "item" and not node.users:
             graph.erase_node(node)
     drop_settled(graph, attributes)
+    detach_unwritten(graph)
     _check_constants(attributes)
     by_name = {name: one for name, one in zip(names, held, strict=True) if one is not None}
     has_values = {
@@ -333,7 +334,7 @@ class _Tracer(fx.Interpreter):
             return record_call(whole, partial(target, *args, **kwargs), tensors, kwargs, self.called)
         if (repair := REPAIRS.get(target)) is not None:
             return repair(*args, **kwargs)
-        if target is torch.Tensor.set_ and not args[0].is_leaf and keeps_form(*args):
+        if target is torch.Tensor.set_ and self._is_read(args[0]) and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if isinstance(target, AutogradCall) or target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
@@ -341,6 +342,13 @@ class _Tracer(fx.Interpreter):
             return run_cast(self._node, target, args, kwargs, self.env)
         with self._floats(args, kwargs):
             return super().call_function(target, args, kwargs)
+
+    def _is_read(self, x: torch.Tensor) -> bool:
+        """True if backward, or what follows in the graph, may read what ``x`` holds until now."""
+        storage = x.untyped_storage()._cdata
+        others = (one for one in self.env.values() if isinstance(one, torch.Tensor) and one is not x)
+        is_held = any(one.untyped_storage()._cdata == storage for one in others)
+        return is_held or not x.is_leaf or used_before(self._node.args[0], self._node)
 
     def _floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         has_numbers = any(isinstance(one, torch.SymFloat) for one in (*args, *kwargs.values()))

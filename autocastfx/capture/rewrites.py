@@ -202,11 +202,11 @@ def _set(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def detach_unwritten(graph: fx.Graph) -> None:
-    """Replace ``x.data`` by ``x.detach()``, which lists and passes know, if no node writes into the storage."""
+    """Replace ``x.data`` by ``x.detach()``, which lists and passes know, if no node writes into it, nor a caller may."""
     reads = [node for node in graph.nodes if node.target is data]
     written = alias_sets(graph) if reads else {}
     for node in reads:
-        if node not in written:
+        if node not in written and graph.output_node() not in node.users:
             node.target = torch.ops.aten.detach.default
 
 
@@ -457,7 +457,7 @@ def tensor_hook_rules(model: nn.Module, called: list[Callable[..., Any]]) -> Map
 def used_before(hooked: fx.Node, at: fx.Node | None = None) -> bool:
     """True if a node, before ``at``, reads ``hooked``: its gradient would not pass the hook."""
     readers = (user for user in hooked.users if op_name(user).partition(".")[0] not in _NO_READERS)
-    return any(at is None or user < at for user in readers)
+    return any(user.target is not _DYNAMOS_GET and (at is None or user < at) for user in readers)
 
 
 def _register(
