@@ -202,7 +202,7 @@ def _set(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def detach_unwritten(graph: fx.Graph) -> None:
-    """Replace ``x.data`` by ``x.detach()``, which lists and passes know, if no node writes into it, nor a caller may."""
+    """Replace ``x.data`` by ``x.detach()``, which lists know, if nothing writes into the storage."""
     reads = [node for node in graph.nodes if node.target is data]
     written = alias_sets(graph) if reads else {}
     for node in reads:
