@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
-from autocastfx.capture.failure import place
+from autocastfx.capture.failure import line_of
 from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.rewrites import REPAIRS, detach_unwritten, keeps_form, set_data, used_before
@@ -34,7 +34,7 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attributes_of, stack_trace
+from autocastfx.graph.node import HELD, Held, attributes_of
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -42,7 +42,6 @@ _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
-_LINE = re.compile(r'File "(.+)", line (\d+)')
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
 
@@ -171,7 +170,7 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
         if is_hook and used_before(node.args[0], node):
-            at = f", at {line}" if (line := _line(node)) else ""
+            at = f", at {line}" if (line := line_of(node)) else ""
             raise CaptureError(f"forward registers a hook on a tensor after the tensor was used{at}")
 
 
@@ -183,20 +182,15 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
     """
 
     def is_hook(node: fx.Node) -> bool:
-        return op_name(node) == "autograd_function_apply" and "register_hook" in _line(node)
+        return op_name(node) == "autograd_function_apply" and "register_hook" in line_of(node)
 
     for node in module.graph.nodes:
         made_by = [one.args[0] if one.target is operator.getitem else one for one in node.all_input_nodes]
         if is_hook(node) and any(isinstance(one, fx.Node) and is_hook(one) for one in made_by):
             raise UnsupportedError(
-                f"forward registers two hooks on one tensor, at {_line(node)}, and torch {torch.__version__} calls the "
-                "last one first when it compiles: register one hook that does both, or update torch."
+                f"forward registers two hooks on one tensor, at {line_of(node)}, and torch {torch.__version__} calls "
+                "the last one first when it compiles: register one hook that does both, or update torch."
             )
-
-
-def _line(node: fx.Node) -> str:
-    found = _LINE.findall(stack_trace(node))
-    return place(found[-1][0], int(found[-1][1])) if found else ""
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

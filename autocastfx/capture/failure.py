@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import logging
+import re
 import sys
 import traceback
 import warnings
@@ -15,9 +16,10 @@ from types import FrameType
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autocastfx.errors import CaptureError
+from autocastfx.graph.node import stack_trace
 
 TORCH = str(Path(torch.__file__).parent)
 _NOT_THE_MODEL = (TORCH, str(Path(__file__).parents[1]))
@@ -138,6 +140,12 @@ def place(filename: str, number: int) -> str:
     """Write a line of code as file, number and text."""
     line = linecache.getline(filename, number).strip()
     return f"{filename}:{number}: {line}" if line else f"{filename}:{number}"
+
+
+def line_of(node: fx.Node) -> str:
+    """Write the innermost line of the model that made a node; empty if capture recorded none."""
+    found = re.findall(r'File "(.+)", line (\d+)', stack_trace(node))
+    return place(found[-1][0], int(found[-1][1])) if found else ""
 
 
 def _innermost(error: Exception) -> str:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from autocastfx.capture.torch_modules import note_call, written_out
 from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.names import FUNCTIONS, located
 
@@ -76,7 +77,9 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
     def call_user(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _KEPT.functions and self.fn in _KEPT.functions:
             return _call_named(tx, self.fn, [*self.self_args(), *args], kwargs)
-        return user(self, tx, args, kwargs)
+        note_call(self.fn, [*self.self_args(), *args], kwargs)
+        other = written_out(self.fn, args, kwargs)
+        return user(self if other is None else UserFunctionVariable(other), tx, args, kwargs)
 
     @wraps(call)
     def call_apply(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -97,10 +100,14 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
 
 
 def _keeping(before: Any) -> Any:
+    from torch._dynamo.variables import UserFunctionVariable
+
     @wraps(before)
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _KEPT.functions and self.value in _KEPT.functions:
             return _call_named(tx, self.value, args, kwargs)
+        if (other := written_out(self.value, args, kwargs)) is not None:
+            return UserFunctionVariable(other).call_function(tx, args, kwargs)
         return before(self, tx, args, kwargs)
 
     return call_function
