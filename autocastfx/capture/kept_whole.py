@@ -69,6 +69,7 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
     from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._dynamo.variables.tensor import TensorVariable
 
     user: Any = UserFunctionVariable.call_function
     call: Any = AutogradFunctionVariable.call_apply
@@ -91,7 +92,17 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
         given = _proxies(args, kwargs) if _KEPT.are_all and not function.__module__.startswith("torch.") else None
         return call(self, tx, args, kwargs) if given is None else _call_whole(tx, AutogradCall(function), *given)
 
+    method: Any = TensorVariable.call_method
+
+    @wraps(method)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        other = written_out(getattr(torch.Tensor, name, None), args, kwargs)
+        if other is not None:
+            return UserFunctionVariable(other).call_function(tx, [self, *args], kwargs)
+        return method(self, tx, name, args, kwargs)
+
     return [
+        (TensorVariable, "call_method", call_method),
         (UserFunctionVariable, "call_function", call_user),
         (TorchInGraphFunctionVariable, "call_function", _keeping(TorchInGraphFunctionVariable.call_function)),
         (SkipFunctionVariable, "call_function", _keeping(SkipFunctionVariable.call_function)),
