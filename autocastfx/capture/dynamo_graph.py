@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
-from autocastfx.capture.data_writes import READS, data, keeps_form, set_data
-from autocastfx.capture.failure import place
+from autocastfx.capture.data_writes import READS, data, detach_unwritten, keeps_form, set_data
+from autocastfx.capture.failure import line_of
 from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.tidy import flatten_transforms, tidy
@@ -34,7 +34,7 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attributes_of, stack_trace
+from autocastfx.graph.node import HELD, Held, attributes_of
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -42,8 +42,6 @@ _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
-_NO_READERS = ("detach", "sym_size", "output")  # no gradient comes through them
-_LINE = re.compile(r'File "(.+)", line (\d+)')
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
 
@@ -107,6 +105,7 @@ def aten_graph(
         if op_name(node) == "item" and not node.users:
             graph.erase_node(node)
     drop_settled(graph, attributes)
+    detach_unwritten(graph)
     _check_constants(attributes)
     by_name = {name: one for name, one in zip(names, held, strict=True) if one is not None}
     has_values = {
@@ -145,11 +144,18 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     """
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
-        if is_hook and any(
-            user < node and op_name(user).partition(".")[0] not in _NO_READERS for user in node.args[0].users
-        ):
-            at = f", at {line}" if (line := _line(node)) else ""
+        if is_hook and _is_read_before(node.args[0], node):
+            at = f", at {line}" if (line := line_of(node)) else ""
             raise CaptureError(f"forward registers a hook on a tensor after the tensor was used{at}")
+
+
+def _is_read_before(read: fx.Node, node: fx.Node) -> bool:
+    """True if a gradient comes to ``read`` through a reader before ``node``."""
+    readers = (user for user in read.users if user.target not in READS)
+    return any(user < node and op_name(user).partition(".")[0] not in _NO_READERS for user in readers)
+
+
+_NO_READERS = ("detach", "sym_size", "output")  # no gradient comes through them
 
 
 def _refuse_two_hooks(module: fx.GraphModule) -> None:
@@ -160,20 +166,15 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
     """
 
     def is_hook(node: fx.Node) -> bool:
-        return op_name(node) == "autograd_function_apply" and "register_hook" in _line(node)
+        return op_name(node) == "autograd_function_apply" and "register_hook" in line_of(node)
 
     for node in module.graph.nodes:
         made_by = [one.args[0] if one.target is operator.getitem else one for one in node.all_input_nodes]
         if is_hook(node) and any(isinstance(one, fx.Node) and is_hook(one) for one in made_by):
             raise UnsupportedError(
-                f"forward registers two hooks on one tensor, at {_line(node)}, and torch {torch.__version__} calls the "
-                "last one first when it compiles: register one hook that does both, or update torch."
+                f"forward registers two hooks on one tensor, at {line_of(node)}, and torch {torch.__version__} calls "
+                "the last one first when it compiles: register one hook that does both, or update torch."
             )
-
-
-def _line(node: fx.Node) -> str:
-    found = _LINE.findall(stack_trace(node))
-    return place(found[-1][0], int(found[-1][1])) if found else ""
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class _Tracer(fx.Interpreter):
             tensors = tuple(one for one, fixed in zip(args, whole.arguments, strict=True) if fixed is None)
             return record_call(whole, partial(target, *args, **kwargs), tensors, kwargs, self.called)
         target = data if target in READS else target
-        if target is torch.Tensor.set_ and not args[0].is_leaf and keeps_form(*args):
+        if target is torch.Tensor.set_ and self._is_read(args[0]) and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if isinstance(target, AutogradCall) or target in self.whole:
             return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
@@ -318,6 +319,13 @@ class _Tracer(fx.Interpreter):
             return run_cast(self._node, target, args, kwargs, self.env)
         with self._floats(args, kwargs):
             return super().call_function(target, args, kwargs)
+
+    def _is_read(self, x: torch.Tensor) -> bool:
+        """True if backward, or what follows in the graph, may read what ``x`` holds until now."""
+        storage = x.untyped_storage()._cdata
+        others = (one for one in self.env.values() if isinstance(one, torch.Tensor) and one is not x)
+        is_held = any(one.untyped_storage()._cdata == storage for one in others)
+        return is_held or not x.is_leaf or _is_read_before(self._node.args[0], self._node)
 
     def _floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         has_numbers = any(isinstance(one, torch.SymFloat) for one in (*args, *kwargs.values()))

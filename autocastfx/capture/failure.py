@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import linecache
 import logging
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
+
+from torch import fx
+
+from autocastfx.graph.node import stack_trace
 
 _LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
@@ -41,3 +46,9 @@ def place(filename: str, number: int) -> str:
     """Write a line of code as file, number and text."""
     line = linecache.getline(filename, number).strip()
     return f"{filename}:{number}: {line}" if line else f"{filename}:{number}"
+
+
+def line_of(node: fx.Node) -> str:
+    """Write the innermost line of the model that made a node; empty if capture recorded none."""
+    found = re.findall(r'File "(.+)", line (\d+)', stack_trace(node))
+    return place(found[-1][0], int(found[-1][1])) if found else ""

@@ -18,6 +18,7 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - What is drawn from a ``random.Random`` breaks the graph: Dynamo would give the same numbers in every call.
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
+    - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
@@ -26,10 +27,12 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     from torch._dynamo.variables import ConstantVariable, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
+    from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     as_proxy, draw = UserDefinedObjectVariable.as_proxy, cast("Any", RandomVariable.call_method)
     class_for: Any = BaseListVariable.cls_for_instance
+    read: Any = TensorVariable.var_getattr
 
     @wraps(as_proxy)
     def proxy_of(self: Any) -> Any:
@@ -66,7 +69,12 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     def is_standard_setattr(method: object) -> bool:
         return method is SimpleNamespace.__setattr__ or is_standard(method)
 
+    @wraps(read)
+    def read_attribute(self: Any, tx: Any, name: str) -> Any:
+        return self.method_attr_data(tx) if name == "data" else read(self, tx, name)
+
     return [
+        (TensorVariable, "var_getattr", read_attribute),
         (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
         (RandomVariable, "call_method", call_method),

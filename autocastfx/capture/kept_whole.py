@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from autocastfx.capture.torch_modules import note_call, written_out
 from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.names import FUNCTIONS, located
 
@@ -68,6 +69,7 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
     from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._dynamo.variables.tensor import TensorVariable
 
     user: Any = UserFunctionVariable.call_function
     call: Any = AutogradFunctionVariable.call_apply
@@ -76,7 +78,9 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
     def call_user(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _KEPT.functions and self.fn in _KEPT.functions:
             return _call_named(tx, self.fn, [*self.self_args(), *args], kwargs)
-        return user(self, tx, args, kwargs)
+        note_call(self.fn, [*self.self_args(), *args], kwargs)
+        other = written_out(self.fn, args, kwargs)
+        return user(self if other is None else UserFunctionVariable(other), tx, args, kwargs)
 
     @wraps(call)
     def call_apply(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -88,7 +92,17 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
         given = _proxies(args, kwargs) if _KEPT.are_all and not function.__module__.startswith("torch.") else None
         return call(self, tx, args, kwargs) if given is None else _call_whole(tx, AutogradCall(function), *given)
 
+    method: Any = TensorVariable.call_method
+
+    @wraps(method)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        other = written_out(getattr(torch.Tensor, name, None), args, kwargs)
+        if other is not None:
+            return UserFunctionVariable(other).call_function(tx, [self, *args], kwargs)
+        return method(self, tx, name, args, kwargs)
+
     return [
+        (TensorVariable, "call_method", call_method),
         (UserFunctionVariable, "call_function", call_user),
         (TorchInGraphFunctionVariable, "call_function", _keeping(TorchInGraphFunctionVariable.call_function)),
         (SkipFunctionVariable, "call_function", _keeping(SkipFunctionVariable.call_function)),
@@ -97,10 +111,14 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
 
 
 def _keeping(before: Any) -> Any:
+    from torch._dynamo.variables import UserFunctionVariable
+
     @wraps(before)
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _KEPT.functions and self.value in _KEPT.functions:
             return _call_named(tx, self.value, args, kwargs)
+        if (other := written_out(self.value, args, kwargs)) is not None:
+            return UserFunctionVariable(other).call_function(tx, args, kwargs)
         return before(self, tx, args, kwargs)
 
     return call_function

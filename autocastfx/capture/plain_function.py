@@ -9,8 +9,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autocastfx.capture.failure import line_of
 from autocastfx.errors import UnsupportedError
 
 
@@ -86,19 +87,21 @@ def _taking_all(function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def refuse_trained(module: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
+def refuse_trained(module: nn.Module, held: Mapping[str, torch.Tensor], graph: fx.Graph) -> None:
     """Refuse a graph of a function that reads tensors which need gradients from around the function.
 
     Args:
         module: what was captured.
         held: what the graph reads that is no argument, by its name.
+        graph: the graph.
 
     Raises:
         UnsupportedError: it is one.
     """
     for name, tensor in held.items() if isinstance(module, FunctionModule) else ():
         if tensor.requires_grad:
-            what = f"{name}, {list(tensor.shape)}"
+            readers = (user for node in graph.find_nodes(op="get_attr") if node.target == name for user in node.users)
+            what = f"{list(tensor.shape)}, at {next((line_of(user) for user in readers), name)}"
             raise UnsupportedError(
                 f"the function {type(module).__name__} reads a tensor from around it that requires a gradient ({what})"
                 ". A function has no parameters, so no optimizer, state_dict or .to(device) of the result would reach "

@@ -26,6 +26,7 @@ from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.capture.stored_results import stored_results
+from autocastfx.capture.torch_modules import pads, tell_of_padding
 from autocastfx.graph.node import STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
@@ -174,6 +175,7 @@ class Captures:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
         self._any_size = any_size
+        self._pads = False  # that it computes padded places is told once
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
@@ -241,7 +243,7 @@ class Captures:
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
-        refuse_trained(self.model, graph.read({}))
+        refuse_trained(self.model, graph.read({}), graph.captured.graph)
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
         if NOW.runs is not None:
@@ -249,6 +251,9 @@ class Captures:
         graph.settle()
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
+        if pads() and not self._pads:
+            self._pads = True
+            tell_of_padding()
         return partial(_run, weakref.ref(self), graph)
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:

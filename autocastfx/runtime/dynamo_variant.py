@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,9 +174,9 @@ class DynamoVariant(Variant):
                     stacklevel=2,
                 )
             constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
-            _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+            _, function = compiled(lift(self.graph, [ATTRIBUTE, *constants, *self.places]))
             held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
-            self._traced = lambda *inputs: function(owner, None, *inputs, *held)
+            self._traced = partial(function, owner, None, *held)  # with no code that compilers see for all models
         return self._traced
 
 

@@ -253,11 +253,10 @@ def test_a_window_counts_where_it_hides_something() -> None:
 
     mask, is_causal, amp_model = attention(windowed, Q, KV)
     assert (mask, is_causal) == (None, True)
-    for length, variants in ((6, 1), (3, 1), (7, 2), (20, 2)):
+    for length in (6, 3, 7, 20):
         q, k = torch.randn(2, 1, 3, length, 4)
         expected = functional.scaled_dot_product_attention(q, k, k, attn_mask=windowed(q, k))
         assert relative_error(amp_model(q, k), expected) <= 16 * torch.finfo(torch.float32).eps
-        assert len(amp_model.variants) == variants
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------

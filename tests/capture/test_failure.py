@@ -16,8 +16,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import autocastfx
-from autocastfx.capture.failure import capture_error
-from autocastfx.capture.rewrites import TooSlowError
+from autocastfx.capture.failure import TooSlowError, capture_error
 from autocastfx.errors import CaptureError
 from tests.helpers import Function
 
