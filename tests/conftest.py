@@ -92,10 +92,6 @@ def threads_kept() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def one_mode() -> None: ...
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
     """In rooms that look at decisions, `make test` leaves out the comparison of each conversion with its model."""
@@ -104,7 +100,3 @@ def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
         if room in DECIDING and profile_of(request.config) == "same":
             patch.setattr("autocastfx.conversion._CHECKED", -1)
         yield
-
-
-@pytest.fixture
-def both_modes() -> None: ...

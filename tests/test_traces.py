@@ -147,7 +147,6 @@ def test_every_tool_is_here() -> None:
     assert functions - OTHERS == {one for tool in TOOLS for one in tool.split(", ") if one in functions}
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_leaves_no_trace(tool: str) -> None:
     training = Training()

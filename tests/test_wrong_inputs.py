@@ -20,7 +20,6 @@ import autocastfx
 from autocastfx.cli.main import main
 
 pytestmark = [
-    pytest.mark.usefixtures("one_mode"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo reads deprecated attributes of modules
 ]
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import autocastfx
-from autocastfx.capture.failure import TooSlowError, capture_error
 from autocastfx.errors import CaptureError
 from tests.helpers import Function
 
@@ -86,27 +84,3 @@ def test_other_messages_of_the_loggers_pass() -> None:
     finally:
         symbolic_shapes.log.removeHandler(handler)
     assert {record.msg.split(":")[0] for record in records} == {"something else", "Unable to find user code"}
-
-
-def _guard() -> Exception:
-    return GuardOnDataDependentSymNode(None, "Could not guard on data-dependent expression Eq(u0, 1)")
-
-
-@pytest.mark.parametrize(
-    ("failures", "chosen"),
-    [
-        ([ValueError("sizes s0"), ValueError("sizes 3")], "ValueError: sizes 3"),
-        ([TooSlowError("too long"), ValueError("sizes 3")], "ValueError: sizes 3"),
-        ([ValueError("sizes 3"), TooSlowError("too long")], "ValueError: sizes 3"),
-        ([TooSlowError("too long")], "TooSlowError: too long"),
-        ([ValueError("sizes s0"), _guard()], "data-dependent expression"),
-        ([_guard(), ValueError("sizes s0")], "data-dependent expression"),
-        ([ValueError("")], "in eval mode: ValueError\n"),
-    ],
-    ids=str,
-)
-def test_the_most_helpful_attempt_is_told(failures: list[Exception], chosen: str) -> None:
-    error = capture_error(nn.Linear(2, 2), failures, training=False)
-    assert chosen in str(error)
-    assert str(error).startswith("Linear cannot be captured in eval mode: ")
-    assert error.__context__ in failures

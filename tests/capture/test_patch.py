@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx.capture.leave_intact import patched_here
-from autocastfx.capture.whole_calls import CHECKPOINT, whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.runtime import captures
 from tests.capture.test_call import Scaled
@@ -127,24 +125,6 @@ def test_modules_that_other_threads_call_meanwhile_are_no_part_of_the_trace(monk
     assert [node.module for node in amp_model.plan.nodes] == ["0", "1"]
 
 
-def test_other_threads_call_what_was_there() -> None:
-    """A training step with checkpoints and custom functions goes on while another thread converts."""
-    model, x = Model(), torch.randn(3, 8)
-
-    def step() -> Any:
-        y = checkpoint.checkpoint(model, x, use_reentrant=False)
-        y.sum().backward()
-        return y.detach()
-
-    expected = step()
-    with whole_calls([]) as called:
-        assert torch.equal(in_threads(step)[0], expected)
-        with pytest.raises(CaptureError, match="activation checkpointing"):
-            step()
-    assert called == []
-    assert torch.equal(step(), expected)
-
-
 class Owner:
     @classmethod
     def of(cls) -> str:
@@ -185,4 +165,3 @@ def test_a_patch_is_seen_by_its_thread_alone_and_undone_after_an_error() -> None
     assert dict(vars(Owner)) == before
     assert "of" not in vars(Heir)
     assert (Heir.of(), torch.is_tensor(1)) == ("old Heir", False)
-    assert vars(checkpoint)[CHECKPOINT].__module__ == "torch.utils.checkpoint"

@@ -33,7 +33,6 @@ def test_conversions_in_a_loop_do_not_grow(given: bool) -> None:
     assert [counts() for _ in range(3)] == [first] * 3
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_the_source_of_a_graph_is_there_for_as_long_as_the_graph() -> None:
     amp_model = autocastfx.convert(nn.Linear(8, 8), (torch.randn(3, 8),), dtype=torch.bfloat16)
     names = kept()[0]

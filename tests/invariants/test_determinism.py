@@ -20,7 +20,7 @@ from autocastfx.policy.op_list import preset_folder
 from tests.helpers import with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
 
-pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")]
 
 
 class Representative(nn.Module):
@@ -69,7 +69,6 @@ def test_conversion_is_deterministic() -> None:
     assert [v.guard for v in first.variants] == [v.guard for v in second.variants]
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("low", LOW)
 def test_conversion_is_idempotent(low: torch.dtype) -> None:
     once, call = representative(dtype=low), REPRESENTATIVE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autocastfx.plan.plan import Precision
 from tests.invariants.pair import HUGE, LOW, NEGATIVE, Net, Pair, attention, distance
 
-pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")]
 
 
 def _attend(m: Net, x: Tensor, biased: Callable[[Tensor], Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tests.helpers import TORCH
 from tests.invariants.pair import LOW, Net, Pair, net
 
-pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")]
 
 
 def _parts(m: Net, x: Tensor) -> Any:

@@ -18,7 +18,7 @@ from autocastfx.graph.node import dtypes
 from tests.helpers import TORCH
 from tests.invariants.pair import LOW, Features, Net, Pair, bump, net
 
-pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")]
 
 
 def _ema(m: Net, x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,7 +22,6 @@ class Net(nn.Module):
         return torch.softmax(self.fc(x), -1)
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_a_converted_model_says_what_it_is_in_two_lines() -> None:
     amp_model = autocastfx.convert(Net(), torch.randn(2, 8), dtype=LOW)
     said = "AmpModule of Net: bfloat16 on cpu, op list bfloat16\n  {} mode, 1 of 2 variants: 1 low, 1 float32; 3 casts"
@@ -35,7 +33,6 @@ def test_a_converted_model_says_what_it_is_in_two_lines() -> None:
     assert "(0): AmpModule of Net: bfloat16 on cpu" in repr(nn.Sequential(amp_model))
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_without_a_call_it_says_so() -> None:
     amp_model = autocastfx.convert(Net(), dtype=LOW)
     assert repr(amp_model).splitlines()[1].startswith("  draft until the first call, 1 of 2 variants: ")

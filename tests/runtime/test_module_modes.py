@@ -77,7 +77,6 @@ def convert(model: nn.Module, **options: Any) -> Any:
     return autocastfx.convert(model, (X,), dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("saved", [False, True])
 def test_the_original_decides_what_train_switches(saved: bool) -> None:
     amp_model = convert(Distil().train())

@@ -19,8 +19,6 @@ from autocastfx.errors import CalibrationError, CaptureError, PlanError, Unsuppo
 from autocastfx.plan.plan import Plan
 from tests.helpers import relative_error
 
-pytestmark = pytest.mark.usefixtures("both_modes")
-
 
 class Net(nn.Module):
     """Two linears around a normalisation, a mask, a constant, and a tensor made inside."""

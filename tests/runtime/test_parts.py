@@ -56,7 +56,6 @@ def made() -> nn.Sequential:
 X = torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8).sin()
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_parts_are_found_by_class() -> None:
     model = made()
     amp_model = autocastfx.convert(model, (X,), dtype=LOW)

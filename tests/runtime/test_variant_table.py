@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +11,6 @@ import autocastfx
 from autocastfx.errors import ManyVariantsWarning
 from autocastfx.runtime.variant_table import MANY
 from tests.helpers import heard
-
-pytestmark = pytest.mark.usefixtures("both_modes")
 
 
 class Unrolled(nn.Module):
