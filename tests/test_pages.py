@@ -21,6 +21,7 @@ PAGES = (
     "training",
     "lint",
     "migrate",
+    "converted-model",
 )
 
 

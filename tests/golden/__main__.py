@@ -11,6 +11,7 @@ from tests.golden.decoders import attentions
 from tests.golden.list_tables import filled
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
+    CONVERTED_MODEL,
     FLOAT8,
     HOW_TO,
     INTEGRATIONS,
@@ -52,6 +53,7 @@ def main() -> None:
         HOW_TO,
         PLACEMENT,
         INTEGRATIONS,
+        CONVERTED_MODEL,
     ):
         text = page.read_text(encoding="utf-8")
         runs = without_further_packages(text)

@@ -32,6 +32,7 @@ TUTORIAL = README.parent / "docs" / "tutorial.md"
 HOW_TO = README.parent / "docs" / "how-to.md"
 PLACEMENT = README.parent / "docs" / "placement.md"
 INTEGRATIONS = README.parent / "docs" / "integrations.md"
+CONVERTED_MODEL = README.parent / "docs" / "converted-model.md"
 TUNING = README.parent / "docs" / "tuning.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
