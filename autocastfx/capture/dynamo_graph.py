@@ -40,6 +40,8 @@ from autocastfx.graph.node import HELD, Held, attributes_of
 # the recomputation. Of the latter the graph is converted by itself.
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
+# What stands for a function that a graph cannot hold as it is.
+REPAIRS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(READS, data)
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
@@ -310,7 +312,8 @@ class _Tracer(fx.Interpreter):
             whole = WholeCall(target, args)
             tensors = tuple(one for one, fixed in zip(args, whole.arguments, strict=True) if fixed is None)
             return record_call(whole, partial(target, *args, **kwargs), tensors, kwargs, self.called)
-        target = data if target in READS else target
+        if (repair := REPAIRS.get(target)) is not None:
+            return repair(*args, **kwargs)
         if target is torch.Tensor.set_ and self._is_read(args[0]) and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if isinstance(target, AutogradCall) or target in self.whole:

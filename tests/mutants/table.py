@@ -16,7 +16,7 @@ MODULES = (
         for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters", "split_masters")
     ),
     "policy/*.py",
-    *(f"runtime/{name}.py" for name in ("working_copies", "variant_table")),
+    *(f"runtime/{name}.py" for name in ("working_copies", "captures")),
     *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "mended_run", "paired_run", "watch")),
 )
 
@@ -30,7 +30,6 @@ _LISTS = (
 )
 _STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
 _MANY = ("training/test_host_copy.py", "training/test_optimizer_distributed.py")
-_DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
 _PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_cheaply.py")
 _WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
 _AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
@@ -51,18 +50,15 @@ ALSO: dict[str, tuple[str, ...]] = {
         "invariants/test_casts.py",
         "passes/analysis/test_masks.py",
         *_PLACING,
-        *_DRAFTS,
         "passes/test_drop_loss_casts.py",
         *_LOW_WEIGHTS,
         "invariants/test_tying.py",
     ),
     "passes/pipeline.py": (
         _OTHERS,
-        *_DRAFTS,
         "runtime/test_stored_low.py",
         "plan/test_edited_plan.py",
         "test_calibration.py",
-        "capture/test_export.py",
         *_VARIANTS,
         *("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
         "plan/test_cause.py",
@@ -140,7 +136,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "capture": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "graph/alias.py": (
         *_WRITES,
-        *_DRAFTS,
         "passes/test_insert_casts.py",
         "passes/test_replace_attention.py",
         "graph/test_view_ops.py",
@@ -179,7 +174,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_copy_group.py",
         "runtime/test_stored_low.py",
     ),
-    "runtime/variant_table.py": _VARIANTS,
+    "runtime/captures.py": _VARIANTS,
     "numerics/compare.py": (
         "numerics/test_cancellation.py",
         "numerics/test_paired_backward.py",
