@@ -148,8 +148,14 @@ class Captures:
         self._begin()
 
     def _begin(self) -> None:
-        around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
-        self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
+        whole, backend = self._whole, weakref.WeakMethod(self._backend)
+        around = [*contexts_for(self.model), lambda: keeping_whole(whole, autograd=True)]
+
+        def taken(module: fx.GraphModule, inputs: list[Any]) -> Any:
+            # No reference to self: Dynamo keeps this with the code of the call, where Python finds no circles.
+            return cast("Any", backend())(module, inputs)
+
+        self._call = compiled_in_one_graph(forward_caller(self.model), taken, around)
 
     def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
         """Call the model; ``runs`` runs the graph that fits, in what is ``around`` the call."""
@@ -200,7 +206,7 @@ class Captures:
         graph.captured.graph.output_node().meta[STORED] = stored
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
-        return partial(_run, self, graph)
+        return partial(_run, weakref.ref(self), weakref.ref(graph))
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:
         """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
@@ -222,13 +228,13 @@ class _AsksError(BaseException):
     """The code that was just captured asks whether gradients are recorded."""
 
 
-def _run(captures: Captures, graph: CapturedGraph, *inputs: Any) -> Any:
-    runs, without = NOW.runs, NOW.without
+def _run(captures: weakref.ref[Captures], kept: weakref.ref[CapturedGraph], *inputs: Any) -> Any:
+    runs, without, graph = NOW.runs, NOW.without, cast("CapturedGraph", kept())
     if runs is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     if without is None:
         return runs.run_graph(graph, inputs)
-    if captures._asks:
+    if cast("Captures", captures())._asks:
         raise _AsksError
     with without():
         return runs.run_graph(graph, inputs)
@@ -366,8 +372,9 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str], tensors: Sequence[torch
 
 
 def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
-    """Return the hooks of the modules in a model, by their numbers; its own run around the graph."""
-    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    parts = (module for module in model.modules() if module is not model)
-    named = ((id(module), table, getattr(module, table)) for module in parts for table in tables)
-    return frozenset((key, table, number) for key, table, hooks in named for number in hooks)
+    """Return the hooks of the modules in a model and on every module, by their numbers; its own run around the graph."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    parts = [module for module in model.modules() if module is not model]
+    named = [(id(module), kind, getattr(module, f"_{kind}_hooks")) for module in parts for kind in kinds]
+    named += [(0, kind, getattr(nn.modules.module, f"_global_{kind}_hooks")) for kind in kinds]
+    return frozenset((key, kind, number) for key, kind, hooks in named for number in hooks)
