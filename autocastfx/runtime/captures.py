@@ -26,7 +26,7 @@ from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.capture.stored_results import stored_results
-from autocastfx.graph.node import STORED, Held, path_and_around, set_value, value
+from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.recaptures import tell_of_recapture
@@ -322,11 +322,12 @@ def _graph_of(
 
 
 def _read_globals(graph: fx.Graph, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read tensors that lie outside of the model and of the call by ``get_attr``; return them."""
+    """Read tensors that are none of the call's by ``get_attr``; return them."""
     outside: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="placeholder"):
         given = values.get(str(node.target))
-        if isinstance(given, torch.Tensor) and not isinstance(given, FakeTensor) and node.target not in names:
+        is_known = HELD in node.meta or not isinstance(given, FakeTensor)
+        if isinstance(given, torch.Tensor) and is_known and node.target not in names:
             node.op = "get_attr"
             outside[str(node.target)] = given
     return outside
@@ -372,7 +373,7 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str], tensors: Sequence[torch
 
 
 def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
-    """Return the hooks of the modules in a model and on every module, by their numbers; its own run around the graph."""
+    """Return the hooks in a model and on every module, by their numbers; its own run around the graph."""
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
     parts = [module for module in model.modules() if module is not model]
     named = [(id(module), kind, getattr(module, f"_{kind}_hooks")) for module in parts for kind in kinds]
