@@ -17,7 +17,7 @@ from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
-from autocastfx.runtime.variant import Variant, compiled, lift, quickened
+from autocastfx.runtime.variant import Variant, compiled, lift, quickened, tell_of_compiler
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 
@@ -139,6 +139,8 @@ class DynamoVariant(Variant):
                     'weights="cached" has no effect under torch.compile: the graph casts its parameters in each call.',
                     stacklevel=2,
                 )
+            if self.plan.saved:
+                tell_of_compiler()
             constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
             _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
             held = [getattr(self, name) for name in self._held.values() if name in self._buffers]

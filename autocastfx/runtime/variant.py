@@ -518,7 +518,7 @@ def _quick(
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
             if tells:
-                _tell_of_compiler()
+                tell_of_compiler()
             return traced(owner, *tensors)
         values = reads(owner)
         return eager(owner, *tensors) if values is None else called(owner, *values, *tensors)
@@ -527,7 +527,8 @@ def _quick(
     return function
 
 
-def _tell_of_compiler() -> None:
+def tell_of_compiler() -> None:
+    """Warn that rules of what is kept for backward have no effect."""
     warnings.warn(
         "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have "
         "no effect there. torch._functorch.config.activation_memory_budget sets how much it keeps.",
@@ -537,7 +538,7 @@ def _tell_of_compiler() -> None:
 
 
 # As torch.compiler.assume_constant_result does, which imports the compiler: it runs while torch.compile traces.
-cast("Any", _tell_of_compiler)._dynamo_marked_constant = True
+cast("Any", tell_of_compiler)._dynamo_marked_constant = True
 
 
 def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
