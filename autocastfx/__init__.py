@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 # What saved graphs call by name is there as soon as the package is.
 for _name in ("casts", "cross_entropy_loss", "float8", "norms", "quick_gelu", "short_attention"):
     import_module(f"autocastfx.runtime.operators.{_name}")
-import_module("autocastfx.capture.rewrites")
+import_module("autocastfx.capture.data_writes")
 
 if TYPE_CHECKING:
     from autocastfx.calibration import calibrate

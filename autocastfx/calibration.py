@@ -6,7 +6,6 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,12 +14,11 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
-from autocastfx.capture.export import capture
-from autocastfx.capture.leave_intact import isolated, random_numbers_kept
-from autocastfx.capture.measure import MeasuredGraph, apart, measured_run
+from autocastfx.capture.kept_whole import functions_at
+from autocastfx.capture.leave_intact import isolated
+from autocastfx.capture.measure import measured_run
 from autocastfx.capture.progress import Progress, counted
-from autocastfx.capture.whole_calls import places
-from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
+from autocastfx.errors import CalibrationError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
@@ -65,24 +63,7 @@ def calibrate(
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")
-    if VIEWS:
-        return _measured_by_dynamo(module, batches, op_list, training, progress)
-    run = _Run(
-        model=module,
-        training=tuple(m.training if training is None else training for m in module.modules()),
-        leaves=load_op_list(op_list).functions(),
-        tensors=_own_tensors(module),
-    )
-    signature, done = CallSignature.of(module.forward), 0
-    with random_numbers_kept(), counted(progress, "calibrating") as show:
-        for done, batch in enumerate(batches_of(batches), 1):
-            args, kwargs = arguments_of(batch)
-            insists = replace(signature, by_position=len(args) if baked else 0)
-            run.batch(insists, _check_fit(insists, module, done, args, kwargs))
-            show(done)
-    if not done:
-        raise CalibrationError(_NO_BATCHES)
-    return Ranges(tuple(run.found.values()), done)
+    return _measured_by_dynamo(module, batches, op_list, training, progress)
 
 
 class Measuring:
@@ -90,6 +71,9 @@ class Measuring:
 
     def __init__(self, mode: str) -> None:
         self.mode, self.found = mode, dict[Key, Range]()
+
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Do nothing: it settles no sizes."""
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a graph with Dynamo's inputs."""
@@ -126,7 +110,7 @@ def _measured_by_dynamo(
 ) -> Ranges:
     modes = [m.training if training is None else training for m in model.modules()]
     measuring, leaves = Measuring(mode_of(modes)), load_op_list(op_list).functions()
-    captures = Captures(model, CallSignature.of(model.forward), {function for _, _, function in places(leaves)})
+    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
 
     def call(*args: Any, **kwargs: Any) -> None:
         for module, mode in zip(model.modules(), modes, strict=True):  # isolated gives back those before
@@ -169,55 +153,4 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     raise CalibrationError(_NO_BATCHES)
 
 
-VIEWS = os.environ.get("AUTOCASTFX_VIEWS") != "0"
 _NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name; the buffers are copies, because training writes into them."""
-    parameters = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
-    buffers = {n: b.detach() for n, b in module.named_buffers(remove_duplicate=False)}
-    return {**parameters, **copy.deepcopy(buffers)}
-
-
-@dataclass
-class _Run:
-    """One calibration: the graphs captured and the ranges found so far.
-
-    Attributes:
-        model: the caller's model.
-        training: the mode of each of its modules.
-        leaves: dotted paths of functions that stay whole.
-        tensors: stand-ins for its parameters and buffers, by name.
-    """
-
-    model: nn.Module
-    training: tuple[bool, ...]
-    leaves: tuple[str, ...]
-    tensors: dict[str, torch.Tensor]
-    found: dict[Key, Range] = field(default_factory=dict)
-    graphs: list[MeasuredGraph] = field(default_factory=list)
-
-    def batch(self, signature: CallSignature, call: Call) -> None:
-        graph = self._graph(signature, call)
-        with torch.no_grad(), torch._C._DisableAutocast():
-            seen = graph.run(call, self.tensors)
-        for key, magnitude, count in seen:
-            now = Range(mode_of(self.training), *key, magnitude.largest, magnitude.rms, count)
-            self.found[key] = now if (before := self.found.get(key)) is None else before.merged(now)
-
-    def _graph(self, signature: CallSignature, call: Call) -> MeasuredGraph:
-        shapes = [t.shape for t in call.tensors]
-        for graph in self.graphs:
-            if graph.captured.structure == call.structure and graph.captured.guard.holds(shapes):
-                return graph
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        named: dict[str, torch.Tensor] = {**dict(parameters), **dict(self.model.named_buffers(remove_duplicate=False))}
-        sizes = self.graphs[0].captured.sizes if self.graphs else "all"
-        made = capture(self.model, signature, call, training=self.training, held=named, leaves=self.leaves, sizes=sizes)
-        if not made.guard.holds(shapes):
-            raise CaptureError(f"{type(self.model).__name__} was captured for sizes that are not the batch's")
-        graph = MeasuredGraph.of(made)
-        self.tensors.update(apart(self.tensors, graph.written))
-        self.graphs.append(graph)
-        return graph

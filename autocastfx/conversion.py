@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import calibrate as measure_ranges
 from autocastfx.calibration import first_call
-from autocastfx.capture import function as traced_function
 from autocastfx.capture import plain_function
 from autocastfx.capture.call import (
     Call,
@@ -51,14 +50,13 @@ from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.behaviour import Difference, FewRows, Trial, compare_calls, trials_of
+from autocastfx.runtime.behaviour import Difference, FewRows, compare_calls, trials_of
 from autocastfx.runtime.captures import Captures
-from autocastfx.runtime.module_tree import foreseen
-from autocastfx.runtime.variant_table import Original
+from autocastfx.runtime.modes import modes_after
+from autocastfx.runtime.stored_low import stored_low
 from autocastfx.runtime.view import AmpView, view
 
 _LOG = logging.getLogger("autocastfx")
-_VIEWS = os.environ.get("AUTOCASTFX_VIEWS") != "0"
 _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 
 
@@ -214,21 +212,17 @@ def convert(
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
     leaves = converter.op_list.functions()
-    if _VIEWS and weights != "low":
-        amp_model: AmpModule = view(Captures(module, signature, functions_at(leaves)), converter, target, leaves)
-    else:
-        original = Original(converter, module, signature, leaves, target, baked, _tell_unmatched)
-        amp_model = AmpModule(module, signature, original)
+    if is_given:
+        _bind(signature, module, args, kwargs)
     done = f"{'converted' if is_given else 'prepared'} {type(module).__name__}"
     with parts(done):
-        if isinstance(amp_model, AmpView):
-            if is_given:
-                _bind(signature, module, args, kwargs)
-                amp_model._capture_first(args, kwargs)
-        elif is_given:
-            _capture_first(amp_model, _bind(signature, module, args, kwargs))
+        whole = functions_at(leaves)
+        if weights == "low":
+            amp_model: AmpView = stored_low(module, signature, converter, target, leaves, whole, args, kwargs)
         else:
-            amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+            amp_model = view(Captures(module, signature, whole), converter, target, leaves)
+            if is_given:
+                amp_model._capture_first(args, kwargs)
         if check and (weights == "low" or not is_given):
             raise UnsupportedError(
                 "check=True compares the graph with the model in a call: give example inputs, and weights of 'cast' or "
@@ -244,8 +238,6 @@ def convert(
         conversion_warnings.warn_of_slow_kernels(amp_model, converter.low)
         if amp_model.variants:  # else the first call captures, and tells
             _tell_unmatched(amp_model, stacklevel=3, ranges=not options.has_batches)
-        if weights == "low":
-            amp_model._store_low(converter.low)
     return amp_model
 
 
@@ -334,8 +326,7 @@ def _as_module(model: object) -> nn.Module:
     module = model.module() if isinstance(model, ExportedProgram) else model
     if not isinstance(module, nn.Module):
         if plain_function.is_function(module):
-            as_module = plain_function.as_module if _VIEWS else traced_function.as_module
-            return as_module(cast("Callable[..., Any]", module))
+            return plain_function.as_module(cast("Callable[..., Any]", module))
         hint = f": give an instance of {model.__name__}" if isinstance(model, type) else ""
         raise ArgumentTypeError(
             "convert takes an nn.Module, a GraphModule, an ExportedProgram or a function of tensors, not "
@@ -353,17 +344,6 @@ def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kw
     except TypeError as error:
         hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
-
-
-def _capture_first(amp_model: AmpModule, call: Call) -> None:
-    """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
-    table, tensors, original, modes = amp_model._mounted, amp_model._held(), amp_model._original, amp_model._modes()
-    if not original.is_low:
-        table.capture_modes(call, modes, tensors)
-    elif original.baked or original.model is None:
-        table.capture(call, modes, tensors)
-    else:
-        table.capture(call, foreseen(original.model, training=False).modes, tensors)
 
 
 def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
@@ -436,8 +416,7 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
     calls, dropped, differing = list[str](), list[str](), list[Difference]()
     bare, took = dict[Sequence[bool], AmpModule | None](), 0.0
     checked = [variant.modes for variant in amp_model.variants]
-    if isinstance(amp_model, AmpView):
-        checked += [foreseen(module, training=training).modes for training in (True, False)]
+    checked += [modes_after(module, training=training) for training in (True, False)]
     for trial in trials_of(arguments, list(dict.fromkeys(checked))):
         left = math.inf if spent is None else spent / 4 - (time.perf_counter() - started)
         if calls and left <= took and trial.modes in bare:  # each mode is compared once
@@ -448,7 +427,9 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         if (other := bare[trial.modes]) is None:
             return "what was captured is not at hand"
         began = time.perf_counter()
-        compared = compare_calls(module, other, [trial], _few_rows(other, spent) if spent is not None else None)
+        compared = compare_calls(
+            module, other, [trial], FewRows(lambda _: other._with_own_captures(), spent) if spent is not None else None
+        )
         took = time.perf_counter() - began
         calls += compared.calls
         dropped += compared.dropped
@@ -467,19 +448,6 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
     return "" if calls else "; ".join(dropped)
 
 
-def _few_rows(other: AmpModule, spent: float) -> FewRows:
-    """Return what runs few rows for ``other``: itself if its graphs take them, or another one with its own."""
-    if isinstance(other, AmpView):
-        return FewRows(lambda _: other._with_own_captures(), spent)
-
-    def fitting(trial: Trial) -> AmpModule | None:
-        args, kwargs = trial.arguments
-        call = other._signature.bind(args, kwargs)
-        return other if other._mounted.fitting(call, tuple(trial.modes)) is not None else None
-
-    return FewRows(fitting, 0.0)
-
-
 def convert_captured(
     amp_model: AmpModule, converter: Converter, *, keeps_device: bool = True, modes: Sequence[bool] | None = None
 ) -> AmpModule | None:
@@ -488,20 +456,11 @@ def convert_captured(
     With ``modes`` only for these. With ``keeps_device`` it is for the device that ``amp_model`` was converted for, else
     for that of its parameters.
     """
-    original = amp_model._original
-    if isinstance(amp_model, AmpView):
-        graphs = [one for one in amp_model._captures.graphs if modes is None or one.captured.training == modes]
-        return amp_model._converted_by(converter, graphs, original.device if keeps_device else None)
-    captured = [one.captured for one in amp_model.variants if modes is None or one.modes == modes]
-    if original.model is None or None in captured:
+    if amp_model._is_low:
         return None
-    again = AmpModule(original.model, original.signature, replace(original, converter=converter))
-    tensors = amp_model._held()
-    for capture in captured:
-        if capture is not None:
-            target = original.device if keeps_device else None
-            again._mounted.add(converter(capture, tensors, target or capture.device))
-    return again
+    known = amp_model._made if modes is None else amp_model._captures.graphs
+    graphs = [one for one in known if modes is None or one.captured.training == modes]
+    return amp_model._converted_by(converter, graphs, amp_model._original.device if keeps_device else None)
 
 
 def _refuse_enabled(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import AutocastFXError
 from autocastfx.graph.node import set_value, tensors
@@ -45,6 +45,9 @@ from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from autocastfx.runtime.captures import CapturedGraph, Captures
+from autocastfx.runtime.dynamo_variant import converted_variant
+from autocastfx.runtime.view import view
 from benchmarks.command import Command, verdict
 from benchmarks.store import Store
 from benchmarks.zoo import FIRST_SIZE, MODELS, MODES, ZooModel
@@ -101,12 +104,12 @@ def seconds(work: Callable[[], R]) -> tuple[R, float]:
     return result, time.thread_time() - started
 
 
-def pass_times(converter: Converter, captured: Captured, held: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the seconds of each pass that converts and compiles ``captured``; the work around them counts as passes.
+def pass_times(converter: Converter, graph: CapturedGraph, held: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the seconds of each pass that converts and compiles ``graph``; the work around them counts as passes.
 
     Args:
         converter: the policy.
-        captured: the graph to convert, for the device that it was captured on; it is not changed.
+        graph: to convert, for the device that it was captured on; it is not changed.
         held: parameters and buffers by name.
     """
     taken: dict[str, float] = {}
@@ -123,7 +126,7 @@ def pass_times(converter: Converter, captured: Captured, held: Mapping[str, torc
         mock.patch.object(pipeline, "PIPELINE", tuple(map(timed, pipeline.PIPELINE))),
         mock.patch.object(pipeline, "FOLLOW_PIPELINE", tuple(map(timed, pipeline.FOLLOW_PIPELINE))),
     ):
-        variant, spent = seconds(lambda: converter(captured, held, captured.device))
+        variant, spent = seconds(lambda: converted_variant(converter, graph, held, graph.captured.device))
     taken["copy and plan"] = spent - sum(taken.values())
     _, taken["compile"] = seconds(lambda: variant.mount("variant", CallSignature(())))  # which no call reads
     return taken
@@ -153,12 +156,14 @@ def measure(shape: str, size: int) -> Row:
     )
 
 
-def _captured(graph: fx.Graph) -> Captured:
+def _captured(graph: fx.Graph) -> CapturedGraph:
     """Wrap ``graph`` as if it had been captured from a call without arguments."""
     outputs = graph.output_node().args[0]
     call = CallSignature(()).bind((), {})
     spec = pytree.tree_structure(tuple(pytree.tree_leaves(outputs)))
-    return Captured(graph, {}, spec, call.structure, ShapeGuard(), (True,), torch.device("cpu"))
+    captured = Captured(graph, {}, spec, call.structure, ShapeGuard(), (True,), torch.device("cpu"))
+    read = (str(node.target) for node in graph.find_nodes(op="get_attr"))
+    return CapturedGraph(captured, tuple(dict.fromkeys(read)), {})
 
 
 def _median(measured: Callable[[], float]) -> float:
@@ -168,14 +173,11 @@ def _median(measured: Callable[[], float]) -> float:
 def measure_model(model: ZooModel, mode: str) -> ZooRow | None:
     """Time capture and passes of ``model`` in ``mode``; None if it cannot be captured."""
     module = model.build().train(mode == "train")
-    signature = CallSignature.of(module.forward)
-    call = signature.bind((), model.inputs(*FIRST_SIZE))
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    held = dict[str, torch.Tensor](named)
-    modes = tuple(m.training for m in module.modules())
+    converter = Converter(load_op_list("bfloat16"), FACTS, torch.bfloat16)
+    signature, inputs = CallSignature.of(module.forward), model.inputs(*FIRST_SIZE)
 
-    def captured() -> Captured:
-        return capture(module, signature, call, training=modes, held=held)
+    def captured() -> CapturedGraph:
+        return view(Captures(module, signature), converter, None, ())._probe((), inputs, converts=False)[0]
 
     try:
         found, spent = seconds(captured)
@@ -184,10 +186,13 @@ def measure_model(model: ZooModel, mode: str) -> ZooRow | None:
     captures = [spent]
     while len(captures) < REPEATS and sum(captures) < ENOUGH:
         captures.append(seconds(captured)[1])
-    converter = Converter(load_op_list("bfloat16"), FACTS, torch.bfloat16)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    held = found.read(dict(named))
     best = min((pass_times(converter, found, held) for _ in range(REPEATS)), key=lambda taken: sum(taken.values()))
     slowest, total = max(best, key=lambda name: best[name]), sum(best.values())
-    return ZooRow(model.name, mode, len(found.graph.nodes), min(captures), total, slowest, best[slowest] / total)
+    return ZooRow(
+        model.name, mode, len(found.captured.graph.nodes), min(captures), total, slowest, best[slowest] / total
+    )
 
 
 def in_both_modes(name: str) -> list[ZooRow]:

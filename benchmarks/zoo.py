@@ -271,9 +271,8 @@ def plain_export(model: ZooModel, mode: str) -> str:
 
 def _graph_facts(amp: autocastfx.AmpModule) -> dict[str, Any]:
     """Return facts on the graph of the current mode (dynamic sizes, nodes, casts), and the number of variants."""
-    shown = next(variant for variant in amp.variants if variant.plan is amp.plan)
     return {
-        "capture": f"export/{shown.captured.sizes}" if shown.captured else "-",
+        "capture": "Dynamo",
         "nodes": len(amp.graph.nodes),
         "casts": len(amp.plan.casts),
         "variants": len(amp.variants),
@@ -413,7 +412,7 @@ def floating_ops(model: ZooModel) -> set[str]:
         amp = autocastfx.convert(model.build(), (), example_kwargs=model.inputs(*FIRST_SIZE), dtype=torch.bfloat16)
     except AutocastFXError:
         return set()
-    captured = [variant.captured for variant in amp.variants if variant.captured is not None]
+    captured = [graph.captured for graph in amp._captures.graphs]  # the check captures the other mode, too
     graphs = [graph for c in captured for graph in (c.graph, *_inside(c.attributes.values()))]
     return {base_name(op_name(node)) for graph in graphs for node in graph.nodes if _is_floating(node)}
 

@@ -13,27 +13,12 @@ import torch
 import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
-from autocastfx.runtime.variant_table import VariantTable
-
 # `make test` draws the same examples and values in each run, `make test-all` new ones.
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("new", settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
 
-# Rooms and files whose tests look at one graph of a conversion: that of the mode in which the model is.
-ONE_MODE = (
-    *("capture", "cli", "graph", "invariants", "numerics", "passes", "plan", "policy", "presets", "report", "runtime"),
-    *(
-        "training",
-        "test_benchmarks.py",
-        "test_calibration.py",
-        "test_distributed.py",
-        "test_float8_blocks.py",
-        "test_zoo.py",
-    ),
-)
 DECIDING = ("cli", "passes", "plan", "policy", "presets", "report")
-_capture_modes = VariantTable.capture_modes
 
 
 def read_sampled() -> dict[str, int]:
@@ -108,20 +93,7 @@ def threads_kept() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def one_mode() -> Iterator[None]:
-    """``convert`` captures a model in training and in evaluation, which is most of its time.
-
-    With this the other mode is captured at its first call only.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VariantTable, "capture_modes", VariantTable.capture)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_mode_in_its_rooms(request: pytest.FixtureRequest) -> None:
-    if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_MODE:
-        request.getfixturevalue("one_mode")
+def one_mode() -> None: ...
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,6 +107,4 @@ def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users have it, in a room of one mode."""
-    monkeypatch.setattr(VariantTable, "capture_modes", _capture_modes)
+def both_modes() -> None: ...

@@ -337,18 +337,20 @@ def test_modes() -> None:
     assert {r.mode for r in both.values} == {"train", "eval"}
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_a_mode_that_was_not_measured_takes_the_ranges_of_the_other() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
     amp_model = convert(model, calibrate=[torch.full((2, 8), 1e5)], dtype="float16")
     assert amp_model.plan["linear"].decision.source == "forced:range"
-    assert amp_model.train().plan["linear"].decision.source == "forced:range"
-    mild = calibrate(model, batches(), training=True)
+    x = batches()[0]
+    amp_model.train()(x)
+    assert amp_model.plan["linear"].decision.source == "forced:range"
+    mild = calibrate(model.eval(), batches(), training=True)
     amp_model = convert(
         model, (batches()[0],), calibrate=calibrate(model, [torch.full((2, 8), 1e5)]).merged(mild), dtype="float16"
     )
     assert amp_model.eval().plan["linear"].decision.source == "forced:range"
-    assert amp_model.train().plan["linear"].dtype == "float16"
+    amp_model.train()(x)
+    assert amp_model.plan["linear"].dtype == "float16"
 
 
 class Branches(nn.Module):
@@ -514,16 +516,19 @@ def test_a_function_stays_whole_as_in_the_conversion_wherever_a_list_names_it(li
     assert ranges.values[-1].op == plan.nodes[-1].op == LOSS
 
 
-def test_later_captures_know_the_ranges() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-            z = x @ x
-            return z if y is None else z + y
+class Squared(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        z = x @ x
+        return z if y is None else z + y
 
+
+def test_later_captures_know_the_ranges() -> None:
     x = torch.eye(4) * 1000.0
-    amp_model = convert(Net(), calibrate=[x], dtype="float16")
-    amp_model(x, x)
+    amp_model = convert(Squared(), calibrate=[x], dtype="float16")
     again = pickle.loads(pickle.dumps(amp_model))
+    for one in (amp_model, again):
+        one(x)
+        one(x, x)
     for variant in (*amp_model.variants, *again.variants):
         assert variant.plan["matmul"].decision.source == "forced:range"
     assert len(again.variants) > 1

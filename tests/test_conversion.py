@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 import autocastfx
 from autocastfx import AmpModule
-from autocastfx.conversion import convert_again
+from autocastfx.conversion import convert_again, convert_captured
 from autocastfx.errors import (
     CaptureError,
     StateWarning,
@@ -116,7 +116,7 @@ def test_an_exported_program_with_its_own_example_inputs(mode: bool, low: torch.
 def test_the_mode_of_an_exported_program_cannot_be_switched(switch: Callable[[Any], Any], x: Tensor) -> None:
     amp_model = autocastfx.convert(_program(Net().eval(), x), dtype=torch.bfloat16)
     before = amp_model(x)
-    with pytest.raises(UnsupportedError, match=r"came out of torch\.export, which bakes in the mode"):
+    with pytest.raises(NotImplementedError, match=r"Calling (train|eval)\(\) is not supported"):  # torch's own
         switch(amp_model)
     assert torch.equal(amp_model(x), before)
 
@@ -146,7 +146,7 @@ def test_example_keywords_alone_and_beside_inputs(x: Tensor) -> None:
     for args, kwargs in [((), {"x": x}), ((x,), {"shift": torch.ones(2)}), (None, {"x": x, "scale": 3})]:
         amp_model = autocastfx.convert(Net(), args, kwargs, dtype=torch.bfloat16)
         amp_model(*(args or ()), **kwargs)
-        assert len(amp_model.variants) == 2
+        assert len(amp_model.variants) == 1
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_example_inputs_that_do_not_fit_the_signature(args: Any, kwargs: Any, me
 
 @pytest.mark.parametrize("example", [torch.randn(3, 5), torch.randn(4), "text", None])
 def test_example_inputs_that_do_not_fit_the_model(example: Any) -> None:
-    with pytest.raises(CaptureError, match=r"Net cannot be captured in train mode: \w+: .+\n.+"):
+    with pytest.raises(CaptureError, match=r"^Net (fails|cannot be captured in train mode, in one graph): .+\n.+\n.+"):
         autocastfx.convert(Net(), (example,), dtype="float16")
 
 
@@ -203,9 +203,8 @@ CANNOT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "branch": (lambda x: x if x.sum() > 0 else -x, "control flow depends on tensor values"),
     "item": (lambda x: x * 2 if x[0, 0].item() > 0 else x, "control flow depends on tensor values"),
     "loop": (lambda x: [x for _ in range(int(x.sum()))], "control flow depends on tensor values"),
-    "object": (lambda x: Custom(x), "returns an object that is not a tensor"),
-    "object inside": (lambda x: {"a": [Custom(x)]}, r"register_pytree_node"),
-    "numpy": (lambda x: torch.from_numpy(x.numpy() + 1), "Python code needs one of them as a number"),
+    "list": (lambda x: [x * one for one in x.sum(1).tolist() if one > 0], "Python code needs one of them as a number"),
+    "print": (lambda x: x * len(input(str(x.shape))), "Write this line so that one graph holds it"),
 }
 
 
@@ -225,9 +224,9 @@ def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -
         autocastfx.convert(Plain(function), (x,), dtype="float16")
     lines = str(caught.value).splitlines()
     assert len(lines) == 3, "what happened, where, and what to do"
-    assert lines[1].startswith("At ") or name.startswith("object")
+    assert lines[1].startswith("At ")
     assert lines[1].endswith("alled with x=float32[3, 8]")
-    assert lines[0].startswith("Plain cannot be captured in train mode: ")
+    assert lines[0].startswith("Plain cannot be captured in train mode, in one graph: ")
     assert caught.value.__context__ is not None
     assert caught.value.__suppress_context__, "its hundreds of lines are for whoever asks for them"
 
@@ -266,9 +265,9 @@ def test_the_default_dtype_is_that_of_the_device_and_is_told(device: str | None,
 def test_the_default_dtype_is_that_of_where_the_model_is() -> None:
     model, x = nn.Linear(8, 8, device="meta"), torch.empty(3, 8, device="meta")
     assert autocastfx.convert(model, x).plan.low == "float16"
-    assert autocastfx.convert(model).plan.low == "float16"
+    assert autocastfx.convert(model)._converter.low == torch.float16
     assert autocastfx.convert(nn.ReLU(), x).plan.low == "float16"
-    assert autocastfx.convert(nn.ReLU()).plan.low == "bfloat16"
+    assert autocastfx.convert(nn.ReLU())._converter.low == torch.bfloat16
 
 
 def test_a_model_of_both_16_bit_dtypes_is_told(x: Tensor) -> None:
@@ -411,8 +410,8 @@ def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeyp
 
     monkeypatch.setattr(pipeline_module, "PIPELINE", tuple(spied(step) for step in PIPELINE))
     autocastfx.convert(Net(), (x,), dtype="float16", check=False)
-    both_modes = {step.name: {"changed" if step.name == "insert casts" else "same"} for step in PIPELINE}
-    assert {name: set(found) for name, found in seen.items()} == both_modes
+    expected = {step.name: {"changed" if step.name == "insert casts" else "same"} for step in PIPELINE}
+    assert {name: set(found) for name, found in seen.items()} == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"weights": "cached"}, {"weights": "low"}, {"op_list": "torch_autocast_cpu"}])
@@ -455,18 +454,19 @@ def test_what_was_captured_stays_as_it_is(x: Tensor) -> None:
     captured = amp_model.variants[0].captured
     before = str(captured.graph)
     assert not any(origin(n) for n in captured.graph.nodes)
-    rebuilt = amp_model._original.convert(captured, amp_model._held(), torch.device("cpu"))
-    rebuilt.mount("_variants.0", amp_model._original.signature)
+    rebuilt = convert_captured(amp_model, amp_model._original.converter)
+    assert rebuilt is not None
     assert str(captured.graph) == before
-    assert rebuilt.code == amp_model.variants[0].code
+    assert rebuilt.variants[0].code == amp_model.variants[0].code
 
 
 def test_a_converter_pickles(x: Tensor) -> None:
     amp_model = autocastfx.convert(Net(), (x,), dtype="float16")
     converter: Converter = pickle.loads(pickle.dumps(amp_model._original.converter))
     assert converter == amp_model._original.converter
-    variant = converter(amp_model.variants[0].captured, amp_model._held(), torch.device("cpu"))
-    assert variant.plan == amp_model.plan
+    again = convert_captured(amp_model, converter)
+    assert again is not None
+    assert again.plan == amp_model.plan
 
 
 def test_what_was_captured_is_decided_again_by_a_further_list() -> None:
@@ -481,7 +481,6 @@ def test_what_was_captured_is_decided_again_by_a_further_list() -> None:
     assert all(a is b for a, b in zip(again.parameters(), model.parameters(), strict=True))
     assert torch.equal(again.eval()(x), expected.eval()(x))
     assert convert_again(autocastfx.convert(model.eval(), (x,), weights="low", dtype="float16"), further) is None
-    assert convert_again(pickle.loads(pickle.dumps(amp_model)), further) is None
 
 
 class Named(nn.Module):

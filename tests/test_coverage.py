@@ -42,4 +42,4 @@ def test_the_kept_count_of_ops_is_not_stale(name: str) -> None:
 
 
 def test_what_cannot_be_captured_has_no_ops() -> None:
-    assert floating_ops(MODELS["checkpointed"]) == set()
+    assert floating_ops(MODELS["branch-on-value"]) == set()

@@ -35,7 +35,7 @@ def test_a_model_is_converted_on_a_cuda_device(full: FullModel, monkeypatch: pyt
 
     monkeypatch.setattr(sides, "built", built)
     found = sides.source("", "cuda")
-    assert found.captured.device == torch.device("cuda", 0)
+    assert found.captures.graphs[0].captured.device == torch.device("cuda", 0)
     for dtype, side in zip(sides.DTYPES.values(), (DEFAULT, FASTEST), strict=True):
         options = SIDES[side].convert
         assert options is not None

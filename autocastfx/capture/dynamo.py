@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache, wraps
 from traceback import StackSummary, walk_tb
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +63,11 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
 def _as_often_as_needed() -> AbstractContextManager[object]:
     """Let Dynamo capture code any number of times: who calls it tells of many."""
     return torch._dynamo.config.patch(recompile_limit=sys.maxsize, use_numpy_random_stream=True)
+
+
+def for_any_size() -> AbstractContextManager[object]:
+    """Let the first graph serve any sizes of its tensors, and no other numbers."""
+    return torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
 
 
 class _Capturing:
@@ -220,10 +225,13 @@ def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> Me
 
 
 def _with_own_code(called: Any, module: nn.Module) -> MethodType:
-    """Return a method with code of its own: Dynamo knows code, and which sizes vary in it, by its name and line."""
+    """Return a method with code of its own: Dynamo knows code, and which sizes vary in it, by its name and line.
+
+    Its globals are its own, too, for Dynamo keeps there what it has compiled, and which module a name stands for.
+    """
     own = called.__code__.replace(co_name=type(module).__name__, co_firstlineno=next(_LINES))
-    called.__code__ = own
-    return MethodType(called, module)
+    names = {"torch": torch, "__name__": __name__, "__builtins__": __builtins__}
+    return MethodType(FunctionType(own, names, called.__name__, called.__defaults__, called.__closure__), module)
 
 
 def forward_caller(module: nn.Module) -> MethodType:

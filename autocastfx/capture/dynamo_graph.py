@@ -23,10 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
+from autocastfx.capture.data_writes import READS, data, keeps_form, set_data
 from autocastfx.capture.failure import place
 from autocastfx.capture.float_arguments import keeping_floats
 from autocastfx.capture.masks import drop_settled
-from autocastfx.capture.rewrites import REPAIRS, keeps_form, set_data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, run_cast
 from autocastfx.capture.whole_calls import AutogradCall, record_call
@@ -42,6 +42,7 @@ _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
+_NO_READERS = ("detach", "sym_size", "output")  # no gradient comes through them
 _LINE = re.compile(r'File "(.+)", line (\d+)')
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
@@ -101,7 +102,7 @@ def aten_graph(
     for one in traced.modules():
         for node in one.graph.nodes if isinstance(one, fx.GraphModule) else ():
             _name_modules(node, paths, root)
-    graph = tidy(traced, set(), called, attributes, names, follows=True)  # a conversion drops what it need not follow
+    graph = tidy(traced, called, attributes, names, follows=True)  # a conversion drops what it need not follow
     for node in reversed(graph.nodes):  # Dynamo has read numbers that are known while it captured
         if op_name(node) == "item" and not node.users:
             graph.erase_node(node)
@@ -111,7 +112,7 @@ def aten_graph(
     has_values = {
         name: one
         for name, one in zip(names, inputs, strict=True)
-        if isinstance(one, nn.Parameter) or (name in by_name and not isinstance(one, FakeTensor))
+        if isinstance(one, nn.Parameter) or (name in by_name and (id(one) in paths or not isinstance(one, FakeTensor)))
     }
     for node in graph.find_nodes(op="placeholder"):
         if (one := by_name.get(str(node.target))) is not None:
@@ -119,31 +120,6 @@ def aten_graph(
         if node.target in has_values:
             node.op = "get_attr"
     return DynamoGraph(graph, attributes, has_values, {name: i for i, name in enumerate(names)}, by_name)
-
-
-def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
-    """Return a module that takes Dynamo's inputs in Dynamo's order.
-
-    Args:
-        captured: what was captured.
-        graph: a rewritten copy of ``captured.graph``, which reads parameters and buffers by ``get_attr``.
-        attributes: the values of its other ``get_attr`` nodes.
-    """
-    lifted = fx.Graph()
-    inputs = {name: lifted.create_node("placeholder", name, name=name.replace(".", "_")) for name in captured.places}
-    for name, node in inputs.items():
-        node.target = node.name  # an argument of Python, and no path
-        if name in captured.held:
-            node.meta[HELD] = captured.held[name]
-    made: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and node.target in captured.tensors):
-            made[node] = inputs[str(node.target)]
-            made[node].meta.update(node.meta)
-        else:
-            made[node] = lifted.node_copy(node, made.__getitem__)
-    lifted.lint()
-    return fx.GraphModule(dict(attributes), lifted)
 
 
 def _check_constants(attributes: Mapping[str, Any]) -> None:
@@ -169,7 +145,9 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     """
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
-        if is_hook and used_before(node.args[0], node):
+        if is_hook and any(
+            user < node and op_name(user).partition(".")[0] not in _NO_READERS for user in node.args[0].users
+        ):
             at = f", at {line}" if (line := _line(node)) else ""
             raise CaptureError(f"forward registers a hook on a tensor after the tensor was used{at}")
 
@@ -331,8 +309,7 @@ class _Tracer(fx.Interpreter):
             whole = WholeCall(target, args)
             tensors = tuple(one for one, fixed in zip(args, whole.arguments, strict=True) if fixed is None)
             return record_call(whole, partial(target, *args, **kwargs), tensors, kwargs, self.called)
-        if (repair := REPAIRS.get(target)) is not None:
-            return repair(*args, **kwargs)
+        target = data if target in READS else target
         if target is torch.Tensor.set_ and not args[0].is_leaf and keeps_form(*args):
             target = set_data  # Dynamo writes ``x.data = new`` so, and lowers x's version, which no tracer sees
         if isinstance(target, AutogradCall) or target in self.whole:

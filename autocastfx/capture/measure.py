@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -12,8 +11,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-from autocastfx.capture.call import Call
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude, read_magnitudes
 from autocastfx.graph.node import NodeRun, attribute, recomputed
@@ -21,37 +19,6 @@ from autocastfx.graph.walk import is_converted_inside
 from autocastfx.plan.ranges import Key, key_of
 
 _Seen = list[tuple[Key, Measured]]
-
-
-@dataclass(frozen=True)
-class MeasuredGraph:
-    """A captured graph, the names of the inputs, parameters and constants that it writes into, and its constants."""
-
-    captured: Captured
-    written: frozenset[str]
-    constants: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, captured: Captured) -> MeasuredGraph:
-        """Prepare a captured graph, with copies of the constants that it writes into."""
-        written = written_outside(captured.graph, captured.attributes)
-        tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
-        own = {n: a.clone_state() for n, a in captured.attributes.items() if isinstance(a, torch.Generator)}
-        return cls(captured, written, {**captured.attributes, **own, **apart(tensors, written)})
-
-    def run(self, call: Call, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Key, Magnitude, int]]:
-        """Run ``call``, and return each float32 value's key, magnitude and number of non-finite elements.
-
-        May write into ``tensors``, but not into the call's tensors.
-        """
-        names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
-        given = {n: t.detach() for n, t in zip(names, call.tensors, strict=True)}
-        inputs = {**given, **apart(given, self.written)}
-        attributes = {**self.constants, **tensors}
-        seen: _Seen = []
-        _measure(self.captured.graph, attributes.__getitem__, seen, "", *inputs.values())
-        read = read_magnitudes([measured for _, measured in seen])
-        return [(key, *reading) for (key, _), reading in zip(seen, read, strict=True)]
 
 
 def measured_run(

@@ -1,4 +1,4 @@
-"""Clean up the graph of an exported program for the passes."""
+"""Clean up a traced graph for the passes."""
 
 from __future__ import annotations
 
@@ -187,17 +187,16 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 
 def tidy(
     module: fx.GraphModule,
-    names: set[str],
     called: list[Any],
     attributes: dict[str, Any],
     inputs: Sequence[str] = (),
     *,
     follows: bool = False,
 ) -> fx.Graph:
-    """Copy an exported graph, with inputs first and attributes read where they are used.
+    """Copy a traced graph, with inputs first and attributes read where they are used.
 
     Assertions and nodes that change nothing are dropped; with ``follows``, ``type_as`` stays. ``inputs`` names the
-    placeholders. Attributes that are not in ``names``, the model's tensors, are added to ``attributes``.
+    placeholders. What ``get_attr`` nodes read is added to ``attributes``.
     """
     module = flatten_transforms(module)
     restore_leaves(module.graph, called)
@@ -209,10 +208,8 @@ def tidy(
         if node in copies:
             return copies[node]
         if node.op == "get_attr":
-            path, target = str(node.target), str(node.target).removeprefix("module.")
-            if target not in names:
-                target = path if target in attributes else target
-                attributes[target] = _attribute(attribute(module, path), called, follows)
+            target = str(node.target)
+            attributes[target] = _attribute(attribute(module, target), called, follows)
             copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
             name = next(input_names, None) or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
@@ -265,7 +262,7 @@ def _attribute(original: Any, called: list[Any], follows: bool) -> Any:
     if not isinstance(original, fx.GraphModule):
         return original.detach() if isinstance(original, torch.Tensor) else original
     inner: dict[str, Any] = {}
-    graph = tidy(original, set(), called, inner, follows=follows)
+    graph = tidy(original, called, inner, follows=follows)
     return fx.GraphModule(inner, graph)
 
 
@@ -292,10 +289,10 @@ def _takes_all(node: fx.Node) -> bool:
 
 
 def _clean_stack(node: fx.Node) -> None:
-    """Remove the wrapper's name from module paths."""
+    """Leave out of module paths what is no module of the model."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     inner = {
-        key: (path.removeprefix("module").removeprefix("."), kind)
+        key: (path, kind)
         for key, (path, kind) in stack.items()
         if path and path != "_empty_nn_module_stack_from_metadata_hook"  # torch's own stand-in
     }

@@ -471,10 +471,10 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
 def converted(
     options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
 ) -> AmpModule:
-    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft without inputs and batches.
+    """Convert ``model`` (by default ``options.model``) as the arguments say, for the given inputs or batches.
 
-    A file of a converted model is taken as it is. ``device`` is the device type to decide for, by default that of
-    ``--device`` or the model's.
+    A file of a converted model is captured for the inputs. ``device`` is the device type to decide for, by default that
+    of ``--device`` or the model's.
 
     Raises:
         AutocastFXError: the model or the inputs cannot be loaded, or the model cannot be converted.
@@ -482,7 +482,10 @@ def converted(
     model = given_model(options, options.model) if model is None else model
     if isinstance(model, AmpModule):
         _check_converted(options, model, device)
-        return model
+        if options.inputs:
+            args, kwargs = load_inputs(options.inputs, device_of(model))
+            model._variant_for(args, kwargs)
+        return _with_graph(model)
     place = device_of(model)
     how = conversion_arguments(options, place)
     if device is not None:
@@ -490,14 +493,17 @@ def converted(
     dtype = chosen_dtype(options.dtype, torch.device(how.get("device") or place))
     lists: OpList = load_op_list(op_list, default=dtype_name(dtype))
     if not options.inputs:
-        draft = convert(model, dtype=dtype, op_list=lists, **how)
-        try:
-            _ = draft.plan
-        except NotCapturedError as error:
-            raise NotCapturedError(f"{error} Here that is --inputs.") from error
-        return draft
+        return _with_graph(convert(model, dtype=dtype, op_list=lists, **how))
     args, kwargs = load_inputs(options.inputs, place)
     return convert(model, args, kwargs, dtype=dtype, op_list=lists, **how)
+
+
+def _with_graph(amp_model: AmpModule) -> AmpModule:
+    try:
+        _ = amp_model.plan
+    except NotCapturedError as error:
+        raise NotCapturedError(f"{error} Here that is --inputs.") from error
+    return amp_model
 
 
 def _check_converted(options: Namespace, model: AmpModule, device: str | None) -> None:
@@ -510,8 +516,8 @@ def _check_converted(options: Namespace, model: AmpModule, device: str | None) -
         raise ModelSpecError(
             "the file holds a converted model, which was decided for its own device: give the original."
         )
-    low = model.plan.low
-    names = [f"--{name.replace('_', '-')}" for name in ("inputs", "op_list", "weights") if getattr(options, name, None)]
+    low = dtype_name(model._original.converter.low)
+    names = [f"--{name.replace('_', '-')}" for name in ("op_list", "weights") if getattr(options, name, None)]
     given = [
         *names,
         *given_options(options),

@@ -86,10 +86,6 @@ def largest_size(number: Any) -> float:
     return float(bound) if bound.is_finite else math.inf
 
 
-def unknown_size(number: Any) -> None:
-    """Return None: a draft's values are stand-ins of one element, whose sizes mean nothing."""
-
-
 def settled_size(number: Any) -> Any:
     """Return ``number`` itself: what is decided by a symbolic size becomes a condition of the graph's guard."""
     return number

@@ -9,7 +9,7 @@ from torch import nn
 
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.runtime.behaviour import compare_calls, trials_of
-from autocastfx.runtime.module_tree import foreseen
+from autocastfx.runtime.modes import modes_after
 
 
 class Backend(Protocol):
@@ -55,7 +55,7 @@ def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
         CaptureError: it does something else, or nothing could be compared.
         UnsupportedError: the model cannot be copied.
     """
-    modes = [foreseen(model, training=training).modes for training in (True, False)]
+    modes = [modes_after(model, training=training) for training in (True, False)]
     (bare,) = converted_copies(model, backend.bare())
     compared = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
     if not compared.calls:

@@ -44,6 +44,7 @@ class GraphRun:
         self._converter, self._device, self._copies = converter, device, copies
         self.compiled: Callable[..., Any] | None = None
         self.variant, module = self._converted()
+        graph.settle()
         self.shown = CompiledGraph(module, self.variant.plan)
 
     def _converted(self) -> tuple[DynamoVariant, fx.GraphModule]:
@@ -62,6 +63,7 @@ class GraphRun:
         variant = self.variant
         if variant.has_changed(inputs) and not variant.still_holds(self.graph, self._converter, inputs):
             self._convert_again(inputs)
+        self.variant.refuse_other_sizes(inputs)
         if self.compiled is not None:
             return self.compiled(*inputs)
         copies = self._copies.fresh() if self._copies is not None else None

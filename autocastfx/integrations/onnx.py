@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
+from autocastfx.runtime.view import signed_forward
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -95,8 +95,6 @@ def _predicted(plan: Plan) -> dict[OpInModule, float]:
 def _bytes_moved(amp_model: AmpModule) -> Counter[OpInModule]:
     """The bytes that the nodes of each place read and write; none for a model that was not captured yet."""
     moved, plan, graph = Counter[OpInModule](), amp_model.plan, amp_model.graph
-    if plan.unverified:
-        return moved
     places = {node.name: OpInModule(node.module, node.op) for node in plan.nodes}
     for one in walk(graph, attributes_of(amp_model, graph)):
         if one.name in places:
@@ -301,6 +299,8 @@ def bisect(
         raise ArgumentError("bisect searches rules of an op list, over which a plan wins: leave plan out.")
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
+    if not first.variants:
+        metric(first)  # the first call captures
 
     def make(places: Sequence[OpInModule]) -> AmpModule:
         rules = op_list_of(places, first.plan) if places else OpList()

@@ -31,7 +31,7 @@ from autocastfx.policy.float8 import E4M3, RECIPES, Product
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime import behaviour
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.module_tree import foreseen
+from autocastfx.runtime.modes import modes_after
 
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
 _FLOAT8_TIMES = 2.0  # the errors that are predicted for a plan with float8, or that its number of digits make likely
@@ -247,7 +247,7 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
     if (call := model.__dict__.get("_compiled_call_impl")) is not None and hasattr(call, "copies"):  # an enabled model
         _refuse_options(op_list, options)
         with call.copies() as (original, ours, bare, backend):
-            modes = [foreseen(original, training=training).modes for training in (True, False)]
+            modes = [modes_after(original, training=training) for training in (True, False)]
             yield _Checking(
                 *(original, ours, bare, call.backend.low, modes),
                 plans=lambda: [graph.plan for graph in backend.graphs if graph.plan is not None],
@@ -258,7 +258,7 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
     bare = without_casts(amp_model)
     if original is None or bare is None:
         raise UnsupportedError("the original of the converted model is not at hand: check the original.")
-    switched = [foreseen(original, training=training).modes for training in (True, False)]
+    switched = [modes_after(original, training=training) for training in (True, False)]
     modes = list(dict.fromkeys((*(variant.modes for variant in bare.variants), *switched)))
     low = getattr(torch, amp_model.plan.low)
     yield _Checking(original, amp_model, bare, low, modes, lambda: [variant.plan for variant in amp_model.variants])
@@ -342,13 +342,11 @@ class _Checking:
 
     def found(self) -> Check:
         """Return the result."""
-        converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._original.baked else None
-        modes = () if converted is None else behaviour.mode_differences(self.model, converted)
         parts = self.compared
         return Check(
             model=type(self.model).__name__,
             dtype=dtype_name(self.low),
-            differences=(*modes, *(one for part in parts for one in part.differences), *self.raised),
+            differences=(*(one for part in parts for one in part.differences), *self.raised),
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),

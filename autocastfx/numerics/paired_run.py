@@ -15,7 +15,6 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, batch_of, sized
-from autocastfx.capture.export import capture
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
@@ -27,8 +26,10 @@ from autocastfx.plan.plan import because_of
 from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
-from autocastfx.runtime.amp_module import AmpModule, Variant
+from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.operators.float8 import float8_linear
+from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.view import captured_call
 
 # Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
 
@@ -197,10 +198,11 @@ class Side(NodeRun):
         written = written_outside(flat.graph, flat.held)
         buffers = {name for name, one in tensors.items() if not isinstance(one, nn.Parameter)}
         names = [n.name for n in flat.graph.nodes if n.op == "placeholder"]
-        inputs = dict(zip(names, call.tensors, strict=True))
+        given = dict(zip(names, call.tensors, strict=True))
+        inputs = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}  # others are numbers
         own = apart(tensors, written | buffers)  # batch_norm writes, but its schema does not say so
         self._held: Mapping[str, Any] = {**flat.held, **self._leaves(tensors, own, frozenset())}
-        self.args_iter = iter({**inputs, **self._leaves(inputs, apart(inputs, written), written)}.values())
+        self.args_iter = iter({**given, **self._leaves(inputs, apart(inputs, written), written)}.values())
         self._random = random_state()
 
     def _leaves(
@@ -402,25 +404,22 @@ def run_side_by_side(
         )
     signature = CallSignature.of(amp_model.forward)
     args, kwargs = batch_of(signature, tuple(args), kwargs)
-    call = signature.bind(args, kwargs)
-    variant = amp_model._variant_for(args, kwargs)
-    outside = amp_model._outside()
+    variant, call, outside = amp_model._given_to(args, kwargs)
     ours: dict[str, torch.Tensor] = {**outside, **amp_model._held()}
     low = flatten(
         variant.keeping if gradients else variant.graph,
         lambda name: ours[name] if name in ours else attribute(amp_model, name),
     )
-    captured, theirs = variant.captured, ours
+    captured, theirs, same_call = variant.captured, ours, call
     if model is not None:
         theirs = {
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
         _check_fits(theirs, amp_model._held())
+        if captured is None or (_is_low(ours) and not _is_low(theirs)):  # else it has the casts of the 16-bit model
+            leaves = amp_model._original.leaves
+            captured, same_call, outside = captured_call(model, leaves, variant.modes, args, kwargs)
         theirs |= outside
-        signature, kept = CallSignature.of(model.forward), amp_model._original.leaves
-        if _is_low(ours) and not _is_low(theirs):  # what was captured has the casts of the 16-bit model
-            captured = None
-        captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)
     if captured is None:
         return PairedRun(variant, Side(low, call, gradients), None, {}, 0, ask)
     given = {**captured.attributes, **theirs}
@@ -430,7 +429,7 @@ def run_side_by_side(
     ours_alone = (node for node in low.graph.nodes if _computes(node) and not is_cast(node) and node not in twins)
     made = sum(low.names[node] not in keeps for node in ours_alone)
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
-    run, beside = (Side(flat, call, gradients) for flat in (low, full))
+    run, beside = Side(low, call, gradients), Side(full, same_call, gradients)
     return PairedRun(variant, run, beside, twins, made + gone, ask)
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name
@@ -421,19 +420,13 @@ class PlanSearch:
 
     def complete(self, rules: OpList) -> Variant:
         """Convert by rules laid over the list to start from."""
-        return self._with(rules)(*self._converts)
+        return self.base._variant_by(self._with(rules), self.variant)
 
     def _with(self, rules: OpList) -> Converter:
         return replace(self.converter, op_list=self.converter.op_list.merged(rules))
 
-    @property
-    def _converts(self) -> tuple[Captured, Mapping[str, torch.Tensor], torch.device]:
-        """The arguments of a converter."""
-        captured = captured_of(self.variant)
-        return captured, self.base._held(), self.base._original.device or captured.device
-
     def _plan_of(self, converter: Converter) -> Plan:
-        return converter.decide(*self._converts)
+        return self.base._plan_by(converter, self.variant)
 
     def _at(self, price: float) -> Plan:
         """Find the plan of fewest bytes, at a price of an error."""

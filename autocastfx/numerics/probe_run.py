@@ -90,7 +90,8 @@ class ProbeRun:
         self._held: tuple[int, SegmentRun] | None = None
         names = [node.name for node in flat.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(names, call.tensors, strict=True))
-        given = {**{name: t.detach() for name, t in inputs.items()}, **apart(inputs, written)}
+        own = {name: one.detach() for name, one in inputs.items() if isinstance(one, torch.Tensor)}
+        given = {**inputs, **own, **apart(own, written)}
         buffers = {name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
         attributes = {**flat.held, **apart(tensors, written | buffers)}
         for node in flat.graph.nodes:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autocastfx.capture.call import CallSignature, arguments_of, batches_of
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert
@@ -152,14 +152,9 @@ class Measuring:
         refuse_unpredicted(converter, self.float8)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
-        variant = self.amp_model._variant_for(args, kwargs)
+        variant, call, outside = self.amp_model._given_to(args, kwargs)
         captured = captured_of(variant)
-        call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
-        attributes: Mapping[str, Any] = {
-            **captured.attributes,
-            **self.amp_model._outside(),
-            **self.amp_model._held(),
-        }
+        attributes: Mapping[str, Any] = {**captured.attributes, **outside, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports
         # Held for a value between segments: itself, its gradient and its tangents, and the projections' derivatives by
         # it; tangents and derivatives in bfloat16.
@@ -206,7 +201,7 @@ class Measuring:
         """
         original = self.amp_model._original
         converter = replace(cast("Converter", original.converter), prices=Prices(one))
-        plan = converter(captured_of(variant), self.amp_model._held(), torch.device(variant.plan.device)).plan
+        plan = self.amp_model._plan_by(converter, variant)
         true = 0.0
         if original.model is not None:
             judge = TargetDistance(original.model, [batch], self.loss_fn, self.of, self.inputs)

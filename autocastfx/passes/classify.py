@@ -26,7 +26,6 @@ from autocastfx.graph.node import (
     largest_size,
     settled_size,
     tensors,
-    unknown_size,
     uses,
 )
 from autocastfx.graph.sizes import Size, abstract_call, product
@@ -58,7 +57,6 @@ class Classifier:
         whole: the values that are whole numbers.
         distances: products that are added to squares of their own operands, each with such a square.
         numbers: constants and buffers of one element, by ``get_attr`` target.
-        size: a number for a size; None where sizes are unknown.
     """
 
     op_list: OpList
@@ -69,7 +67,6 @@ class Classifier:
     whole: WholeNumbers = field(default_factory=lambda: WholeNumbers({}, frozenset()))
     distances: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    size: Size = example
 
     def __call__(self, graph: fx.Graph, largest: Mapping[str, float]) -> Classification:
         """Decide each computing node of ``graph``.
@@ -259,7 +256,7 @@ class Classifier:
     def _adds(self, node: fx.Node) -> Decision | None:
         """A kernel that adds up more numbers in 16 bits than the list lets it, forwards or backwards."""
         limit, name = self.op_list.backward_depth, base_name(op_name(node))
-        if limit is None or limit.most is None or self.size is unknown_size:
+        if limit is None or limit.most is None:
             return None
         for way, kind in (("forward", self.facts.reduces.get(name)), ("backward", None)):
             if name not in self.facts.adds_in_16_bits.get((self.device, way), frozenset()):
@@ -289,7 +286,7 @@ class Classifier:
     def _product(self, node: fx.Node, listed: Decision) -> Decision:
         """A contraction as its sizes say: one of few elements is elementwise work, one to a single number is a sum."""
         limit, kind = self.op_list.product_depth, self.facts.reduces.get(base_name(op_name(node)))
-        sizes = product(node, kind, self.size) if limit is not None and kind is not None else None
+        sizes = product(node, kind, example) if limit is not None and kind is not None else None
         if sizes is None or kind is None or limit is None or limit.most is None:
             return listed
         if sizes.is_sum:
@@ -305,7 +302,7 @@ class Classifier:
         If it may be above in another call, the graph is for calls where it is not. A decision for many holds for fewer,
         too.
         """
-        most = count(self.size)
+        most = count(example)
         if most is None or (most <= limit and (settled := count(settled_size)) is not None and bool(settled <= limit)):
             return None
         return most
@@ -386,15 +383,13 @@ class Classify(Pass):
         magnitudes = {n: v for n, v in values.magnitudes.items() if calibrated or n in state.parameters}
         reached = reach(state.graph, state.measured, magnitudes, rules, limit)
         measured = {node: magnitude.largest for node, magnitude in state.measured.items()}
-        size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
         ops = ((node, rules.rule(op_name(node))) for node in state.graph.nodes)
         allowed = {node: rule is not None and rule.category.is_low for node, rule in ops}
         classifier = Classifier(
             *(rules, facts, low, settings.device, reached.unfit),
-            WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, most),
-            distance_products(state.graph, allowed, rules, facts, size),
+            WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, largest_size),
+            distance_products(state.graph, allowed, rules, facts, example),
             {n: number for n, number in values.largest.items() if n in values.fixed_scalars},
-            size,
         )
         classification = classifier(state.graph, values.largest)
         classification = replace(classification, wide=classification.wide | reached.wide)

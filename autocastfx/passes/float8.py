@@ -134,9 +134,8 @@ class _Deciding:
     ) -> WhyNoFloat8 | None:
         rows, columns = _shape(weight)[::-1] if operands.transposes else _shape(weight)
         given = {"M": _shape(source)[:-1], "N": (rows,), "K": (columns,)}
-        is_draft = self.state.guesses is not None  # its values are stand-ins of one element
         sizes = {
-            name: None if is_draft or None in map(example, factors) else math.prod(map(example, factors))
+            name: None if None in map(example, factors) else math.prod(map(example, factors))
             for name, factors in given.items()
         }
         for name, size in sizes.items():

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autocastfx.graph.alias import alias_sets, is_opaque, moves_each_once
 from autocastfx.graph.node import (
@@ -34,7 +32,6 @@ from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision, Recomposed, Why
 from autocastfx.policy.rule import Category
-from autocastfx.runtime.operators.casts import cast_if
 from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
 
@@ -191,42 +188,6 @@ class DropLossCasts(Pass):
 def _is_plain_cast(node: fx.Node) -> bool:
     is_cast = node.target is torch.ops.aten.to.dtype
     return is_cast and argument(node, "dtype") == torch.float32 and argument(node, "memory_format") is None
-
-
-class MakeConditional(Pass):
-    """Makes casts of guessed values conditional, in a graph made without inputs: they touch only what they mean.
-
-    The nodes of such a graph get the dtypes that the plan says.
-    """
-
-    name = "make conditional"
-
-    def __call__(self, state: State) -> State:
-        """The state, its graph changed."""
-        if state.guesses is None:
-            return state
-        graph, low = state.graph, self.settings.low
-        for node in graph.nodes:
-            mark, placement = origin(node), state.placements.get(node)
-            if mark is not None:
-                if isinstance(dtype := node.args[1], torch.dtype):
-                    set_value(node, torch.empty(1, dtype=dtype))
-                    if mark.value in state.guesses:  # clamping an integer would make it a float
-                        source = torch.float32 if dtype == low else low
-                        node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
-                else:
-                    set_value(node, value(node.all_input_nodes[0]))
-            elif placement is not None and placement.run is Precision.LOW:
-                set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
-        for node in reversed(list(graph.nodes)):
-            if origin(node) is not None and not node.users:
-                graph.erase_node(node)
-        graph.lint()
-        return state
-
-
-def _narrowed(low: torch.dtype, leaf: object) -> object:
-    return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 # Where 16-bit weights come from without a cast in each call: from working copies, or from parameters stored low.

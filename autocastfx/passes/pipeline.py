@@ -9,8 +9,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.export import Captured
-from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
@@ -21,7 +19,7 @@ from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.place_cheaply import CAST
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.float8 import UseFloat8, check_float8
-from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
+from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, StoreWeights
 from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOut
 from autocastfx.passes.saved import choose_saved
@@ -40,23 +38,22 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
 )
-from autocastfx.plan.ranges import key_of, mode_of
+from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import Signature, added, rms
 from autocastfx.policy.float8 import Layout
-from autocastfx.runtime.operators.casts import cast_if, saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from autocastfx.runtime.operators.float8 import quantize
-from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOut, RecomputeAttention, MergeRepeated, DropLossCasts),
     *(Classify, Placer),
-    *(InsertCasts, UseFloat8, StoreWeights, MakeConditional, Verify),
+    *(InsertCasts, UseFloat8, StoreWeights, Verify),
 )
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[type[Pass], ...] = (
     *(Classify, Follow),
-    *(InsertFollowedCasts, StoreWeights, MakeConditional, Verify),
+    *(InsertFollowedCasts, StoreWeights, Verify),
 )
 # For a model whose parameters are 16-bit already.
 WIDEN_PIPELINE: tuple[type[Pass], ...] = (WidenNodes, InsertWidenings, Verify)
@@ -68,49 +65,9 @@ class Converter(Settings):
 
     as_captured: bool = False  # graphs stay as they are
 
-    def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
-        """A variant made from ``captured``, for ``device``.
-
-        Args:
-            captured: stays as it is.
-            tensors: parameters and buffers by name.
-            device: where the graph will run.
-
-        Raises:
-            BannedOpError: the list bans an op.
-            OpListError, UnsupportedError: the list's float8 rules cannot be followed.
-            PlanError: the plan given asks for what cannot be.
-            VerifyError: the rewritten graph is not what was planned.
-        """
-        graph, attributes, mode = captured.graph, captured.attributes, mode_of(captured.training)
-        made = self.convert_graph(graph, attributes, tensors, device, mode=mode, guesses=captured.guesses)
-        inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
-        return Variant(
-            graph=made.graph,
-            attributes=made.attributes,
-            plan=made.plan,
-            out_spec=captured.out_spec,
-            structure=captured.structure,
-            guard=shape_guard(inputs) if captured.guesses is None else captured.guard,  # a pass may settle sizes
-            modes=captured.training,
-            device=captured.device,
-            state=captured.state,
-            captured=captured,
-        )
-
     def fixed_facts(self, tensor: torch.Tensor) -> tuple[object, ...]:
         """What decisions may rest on as long as the numbers of a tensor stay that no optimizer changes."""
         return () if self.as_captured or self.op_list.placement == "follow" else fixed_facts(tensor)
-
-    def decide(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Plan:
-        """The plan of a call, apart from casts and copies, in half of the time: the graph is not rewritten.
-
-        Raises:
-            BannedOpError, PlanError: as for a call of the converter.
-        """
-        graph, attributes, mode = captured.graph, captured.attributes, mode_of(captured.training)
-        guesses = captured.guesses
-        return self.convert_graph(graph, attributes, tensors, device, mode=mode, guesses=guesses, rewrites=False).plan
 
     def convert_graph(
         self,
@@ -120,7 +77,6 @@ class Converter(Settings):
         device: torch.device,
         *,
         mode: str,
-        guesses: frozenset[str] | None = None,
         rewrites: bool = True,
         prefix: str = "",
     ) -> ConvertedGraph:
@@ -132,29 +88,28 @@ class Converter(Settings):
             tensors: parameters and buffers by target.
             device: where the graph will run.
             mode: of the ranges that hold, ``"train"`` or ``"eval"``.
-            guesses: of a draft, as in :class:`Captured`.
             rewrites: False for the decisions alone, in a graph that cannot run and a plan without casts and copies.
             prefix: of the names in the plan, for a graph that another runs.
 
         Raises:
-            BannedOpError, PlanError, VerifyError: as for a call of the converter.
+            BannedOpError: the list bans an op.
+            OpListError, UnsupportedError: the list's float8 rules cannot be followed.
+            PlanError: the plan given asks for what cannot be.
+            VerifyError: the rewritten graph is not what was planned.
         """
         if self.as_captured:
             plan = Plan(self.low_name, device.type, self.op_list.name, (), ())
             return ConvertedGraph(copy_graph(graph), attributes, plan)
-        draft = guesses is not None
-        lists = self.op_list.lenient() if draft else self.op_list
-        settings = replace(self, device=device.type, op_list=lists, mode=mode)
-        if lists.float8:
+        settings = replace(self, device=device.type, mode=mode)
+        if self.op_list.float8:
             check_float8(settings, device)
         parts = _Parts()
-        made, values = _converted(settings, graph, attributes, tensors, parts, guesses, prefix, rewrites=rewrites)
-        keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not (draft or prefix)
+        made, values = _converted(settings, graph, attributes, tensors, parts, prefix, rewrites=rewrites)
+        keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not prefix
         trained = {name: t.requires_grad for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
             *(tuple(parts.nodes), tuple(parts.casts), parts.traffic),
-            unverified=draft,
             recomposed=tuple(parts.recomposed),
             copies=tuple(_planned_copies(made)),
             error=self.prices.sensitivity.error(parts.effects) if self.prices and parts.is_measured else None,
@@ -203,7 +158,6 @@ def _converted(
     attributes: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     parts: _Parts,
-    guesses: frozenset[str] | None = None,
     prefix: str = "",
     given: Mapping[str, tuple[str, ...]] | None = None,
     *,
@@ -239,7 +193,6 @@ def _converted(
         measured={n: magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in magnitudes},
         errors=errors,
         prefix=prefix,
-        guesses=guesses,
     )
     effects: Mapping[fx.Node, Signature] = {}
     for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if settings.is_low_model else PIPELINE:
@@ -282,7 +235,6 @@ def _planned_node(
 ) -> PlannedNode:
     """The plan's entry of a node of the graph before rewriting; ``effect`` is the one predicted for it."""
     placement, captured = state.placements[node], state.dtypes[node]
-    guessed = "?" if node.name in (state.guesses or ()) else ""
     after = tuple(dtype(placement.store) if d == torch.float32 else d for d in captured)
     if state.followed is not None:
         after = state.followed.dtypes[node]
@@ -294,8 +246,8 @@ def _planned_node(
         module=module_path(node),
         decision=state.classification.decisions[node],
         placement=replace(placement, because=placement.because.inside(prefix)),
-        captured=_dtype_names(captured) + guessed,
-        dtype=_dtype_names(after) + guessed,
+        captured=_dtype_names(captured),
+        dtype=_dtype_names(after),
         error=rms(effect) if effect else None,
         effect=effect,
         float8=state.float8.get(node),
@@ -318,7 +270,7 @@ def _planned_quantized(graph: fx.Graph, prefix: str) -> list[PlannedQuantized]:
 
 def _planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
     """The casts in a rewritten graph."""
-    casts = ("to", of_function(cast_if), of_function(saturating_cast))
+    casts = ("to", of_function(saturating_cast))
     made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
     return [
         PlannedCast(

@@ -132,7 +132,6 @@ class Placer(Pass):
             keep_output_dtype=settings.keep_output_dtype,
             parameters=state.parameters,
             rounds=settings.fold == "kernel",
-            sizes_known=state.guesses is None,
             measured=measured,
             priced=priced,
             readers_of=self.settings.readers(state.graph, decisions, lambda n: decisions[n].category.may_be_low),

@@ -339,7 +339,7 @@ class WriteOut(Pass):
             results: dict[fx.Node, fx.Node] = {}
             if is_attention and (scale := _scale_of_plain(node)) is not None:
                 results = {node: _written_out(node, scale)}
-            elif is_cell and rule.shipped and state.guesses is None and all(map(is_float32, node.all_input_nodes)):
+            elif is_cell and rule.shipped and all(map(is_float32, node.all_input_nodes)):
                 results = _in_parts(node)
             for old, new in results.items():
                 old.replace_all_uses_with(new)
@@ -374,7 +374,7 @@ class RecomputeAttention(Pass):
 def _rounds_parts(settings: Settings, state: State) -> bool:
     """True where the list lets the parts of attention on a CPU give 16 bits each; float16 does not hold all scores."""
     is_kernel = settings.fold == "kernel" and settings.low == torch.bfloat16
-    if not is_kernel or settings.device != "cpu" or state.guesses is not None:
+    if not is_kernel or settings.device != "cpu":
         return False
     rules = {op: settings.op_list.rule(op, settings.device) for op in _PARTS}
     categories = {op: settings.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}

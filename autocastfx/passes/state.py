@@ -112,7 +112,6 @@ class State:
         values: facts about the numbers that are held.
         dtypes: of what each node gives, before casts are put in.
         ops: the name of each node's op, likewise.
-        guesses: names of nodes taken for float32 in a graph made without inputs; None for other graphs.
         measured: magnitudes from a calibration.
         errors: what 16 bits do to the target, from a measurement of sensitivity.
         classification: decisions.
@@ -134,7 +133,6 @@ class State:
     values: HeldValues
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
     ops: Mapping[fx.Node, str]
-    guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
     errors: NodeEffectMap = field(default_factory=lambda: NodeEffectMap({}))
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))

@@ -162,7 +162,7 @@ class Verify(Pass):
             OpListError: a kernel does not take an argument that the list leaves in float32.
             VerifyError: the graph is not what was planned.
         """
-        if state.guesses is None and state.planned is not None:
+        if state.planned is not None:
             planned = state.planned(state)
 
             def try_kernel(node: fx.Node) -> None:

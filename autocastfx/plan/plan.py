@@ -415,7 +415,6 @@ class Plan:
     """All decisions and casts of one graph, in graph order, and which of its nodes were written out when captured.
 
     ``error``: the relative error of the gradient or the output that a measured sensitivity predicts; None without one.
-    ``unverified``: made without inputs, so that dtypes and sizes are guesses, until the first call's inputs replace it.
     """
 
     low: str
@@ -424,7 +423,6 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
     traffic: Traffic = Traffic()
-    unverified: bool = False
     recomposed: tuple[Recomposed, ...] = ()
     copies: tuple[PlannedCopy, ...] = ()
     error: float | None = None

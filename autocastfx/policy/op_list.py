@@ -375,10 +375,6 @@ class OpList:
         """
         write_whole(Path(path), self.text())
 
-    def lenient(self) -> OpList:
-        """Return this list without ``unlisted: error``: a draft may hold ops that the captured graph will not."""
-        return replace(self, unlisted=None) if self.unlisted is Category.BAN else self
-
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
         values = {n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()}
         return partial(OpList, **values), ()

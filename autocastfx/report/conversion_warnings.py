@@ -138,8 +138,11 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     for capture, variant in captured:
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
     plans = [variant.plan for _, variant in captured]
-    messages = (*matched.unmatched(), *without_float8(op_list, plans)) if captured else ()
-    if any(v.mode != "eval" for _, v in captured):
+    is_trained = any(v.mode != "eval" for _, v in captured)
+    so_far = "" if is_trained else " Captured so far: eval mode alone."
+    unmatched = [f"{message}{so_far}" for message in matched.unmatched()]
+    messages = (*unmatched, *without_float8(op_list, plans)) if captured else ()
+    if is_trained:
         messages = (*messages, *without_saved(op_list, plans))
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)

@@ -216,8 +216,7 @@ def _view(amp_model: AmpModule, number: int) -> View:
     variants = amp_model._shown
     variant = variants[number]
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
-    what = "draft " if variant.plan.unverified else ""
-    which = f"{what}{number + 1} of {len(variants)}, {mode}"
+    which = f"{number + 1} of {len(variants)}, {mode}"
     words = f"{which}, called with {variant.structure}"
     shown = replace(titled(view(amp_model, variant, words), which), model=amp_model._original.class_name)
     prices = amp_model._original.converter.prices

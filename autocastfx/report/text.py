@@ -405,13 +405,11 @@ def summary(view: View) -> list[str]:
     to, saturating = Counter(cast.dtype for cast in casts), sum(cast.saturates for cast in casts)
     to_dtypes = " and ".join(f"{to[dtype]} to {dtype}" for dtype in dict.fromkeys((plan.low, "float32", *to)))
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
-    draft = "unverified: made without inputs, and replaced at the first call, from that call's inputs"
     counts = sorted(Counter(r.pattern for r in plan.recomposed).items())
     recomposed = [f"recomposed: {', '.join(f'{name} ({count})' for name, count in counts)}"] if counts else []
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
         *([f"model: {view.model}"] if view.model else []),
-        *([draft] if plan.unverified else []),
         f"variant: {view.variant}",
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
         f"casts: {len(casts)}, of which {to_dtypes}; {saturating} saturating",

@@ -459,7 +459,7 @@ class _Join:
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 
     def _values(self, node: fx.Node) -> Values:
-        return () if self.plan.unverified else tensors(node)  # a draft's are stand-ins of one element
+        return tensors(node)
 
     def _sized(self, row: Row, values: Values) -> Row:
         return replace(row, shape=self.shapes.of(row.name, values), bytes=bytes_of(values))
@@ -479,7 +479,7 @@ class _Join:
         row = Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
         if row.kind != "op" or row.is_own_cast or not moves(node):
             return row
-        return replace(row, computes=True, flops=0 if self.plan.unverified else self.flops.of(node))
+        return replace(row, computes=True, flops=self.flops.of(node))
 
 
 def _with_low_reads(rows: Iterable[Row], low: str) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import equal, isolated
 from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.module_tree import set_modes
+from autocastfx.runtime.modes import set_modes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"
@@ -284,20 +284,6 @@ def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
     norm = float(a.where(a.isfinite(), 0.0).norm()) or 1.0
     far = float((a - b).masked_fill(same, 0.0).norm()) / norm
     return far if far == far else float("inf")
-
-
-def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Difference]:
-    """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
-    for mode, called in ((True, "after train()"), (False, "after eval()")):
-        with isolated(model, amp_model):
-            model.train(mode)
-            amp_model.train(mode)
-            theirs, ours = ([m.training for m in _modules(one)] for one in (model, amp_model))
-            names = [name for name, _ in model.named_modules()]
-        for name, wanted, is_training in zip(names, theirs, ours, strict=True):
-            if wanted != is_training:
-                word = "training" if is_training else "evaluation"
-                yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
 
 
 def changed(arguments: Arguments) -> Arguments:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
-from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, forward_caller, plain_error
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
+from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
 from autocastfx.capture.gradient_mode import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
@@ -42,6 +42,10 @@ class Runs(Protocol):
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a graph as converted, with Dynamo's inputs."""
+        ...
+
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Convert a graph while Dynamo captures: what that settles of symbolic sizes is part of Dynamo's guards."""
         ...
 
 
@@ -98,6 +102,7 @@ class CapturedGraph:
         results: where the model's output is.
         inside: graphs that run again in backward, by the node that calls them.
         varying: the names of tensors in ``held`` whose numbers have changed, so that nothing rests on them.
+        settled: the conditions on sizes that Dynamo guards.
     """
 
     captured: Captured
@@ -107,10 +112,29 @@ class CapturedGraph:
     results: Results = field(default_factory=Results)
     inside: Mapping[str, CapturedGraph] = field(default_factory=dict)
     varying: set[str] = field(default_factory=set)
+    settled: frozenset[str] | None = None
 
     def note(self, inputs: Sequence[Any]) -> None:
         """Note which tensors a call reads that are no arguments."""
         self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
+
+    def settle(self) -> None:
+        """Note for which sizes the graph is: Dynamo makes its guards."""
+        self.settled = frozenset(shape_guard(self.captured.graph.find_nodes(op="placeholder")).conditions)
+
+    def given(self, call: Call, inputs: Sequence[Any], own: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """Return all that a call gives the inputs of the graph, and what the graph reads that is not in ``own``.
+
+        Args:
+            call: its tensors are the first inputs; numbers that change from call to call come after them.
+            inputs: Dynamo's.
+            own: the model's parameters and buffers.
+        """
+        values = dict(zip(self.places, inputs, strict=True))
+        names = [str(node.target) for node in self.captured.graph.find_nodes(op="placeholder")]
+        numbers = (values[name] for name in names[len(call.tensors) :])
+        outside = {name: values[name] for name in self.held if name in values and name not in own}
+        return replace(call, tensors=(*call.tensors, *numbers)), outside
 
     def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
@@ -139,23 +163,25 @@ class Captures:
     """
 
     def __init__(
-        self, model: nn.Module, signature: CallSignature, whole: Iterable[Any] = (), root: nn.Module | None = None
+        self,
+        model: nn.Module,
+        signature: CallSignature,
+        whole: Iterable[Any] = (),
+        root: nn.Module | None = None,
+        *,
+        any_size: bool = False,
     ) -> None:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
+        self._any_size = any_size
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
 
     def _begin(self) -> None:
-        whole, backend = self._whole, weakref.WeakMethod(self._backend)
-        around = [*contexts_for(self.model), lambda: keeping_whole(whole, autograd=True)]
-
-        def taken(module: fx.GraphModule, inputs: list[Any]) -> Any:
-            # No reference to self: Dynamo keeps this with the code of the call, where Python finds no circles.
-            return cast("Any", backend())(module, inputs)
-
-        self._call = compiled_in_one_graph(forward_caller(self.model), taken, around)
+        around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
+        around += [for_any_size] if self._any_size else []
+        self._call = compiled_in_one_graph(forward_caller(self.model), _weakly(self._backend), around)
 
     def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
         """Call the model; ``runs`` runs the graph that fits, in what is ``around`` the call."""
@@ -165,13 +191,14 @@ class Captures:
         before = now.runs, now.args, now.kwargs, now.around, now.without
         now.runs, now.args, now.kwargs, now.around, now.without = runs, args, kwargs, around, None
         try:
-            if torch.is_grad_enabled() or self._asks:
-                return self._call(*args, **kwargs)
-            return self._call_without_gradients(args, kwargs)
-        except RuntimeError as error:
-            if (plain := plain_error(error, self.model, args, kwargs)) is None:
-                raise
-            raise plain from None
+            try:
+                if torch.is_grad_enabled() or self._asks:
+                    return self._call(*args, **kwargs)
+                return self._call_without_gradients(args, kwargs)
+            except RuntimeError as error:
+                if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                    raise
+            return self._call_apart(plain, args, kwargs)
         finally:
             now.runs, now.args, now.kwargs, now.around, now.without = before
 
@@ -185,6 +212,19 @@ class Captures:
         except _AsksError:
             NOW.without = None
             return self._call(*args, **kwargs)
+
+    def _call_apart(self, plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run or capture a graph for these sizes alone, and for calls without gradients: one for more failed."""
+        with_gradients, asked = torch.is_grad_enabled(), self._asks
+        if with_gradients and not self.graphs:
+            raise plain
+        NOW.without, self._asks = None, asked or not with_gradients
+        try:
+            with cast("Any", torch._dynamo.config).patch(automatic_dynamic_shapes=False):
+                return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            self._asks = asked
+            raise plain_error(error, self.model, args, kwargs) or error from None
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""
@@ -204,6 +244,9 @@ class Captures:
         refuse_trained(self.model, graph.read({}))
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
+        if NOW.runs is not None:
+            NOW.runs.prepare(graph)
+        graph.settle()
         self.graphs.append(graph)
         tell_of_recapture([one.captured for one in self.graphs])
         return partial(_run, weakref.ref(self), weakref.ref(graph))
@@ -228,13 +271,23 @@ class _AsksError(BaseException):
     """The code that was just captured asks whether gradients are recorded."""
 
 
-def _run(captures: weakref.ref[Captures], kept: weakref.ref[CapturedGraph], *inputs: Any) -> Any:
-    runs, without, graph = NOW.runs, NOW.without, cast("CapturedGraph", kept())
-    if runs is None:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a method of an object that lives elsewhere: Dynamo's table of graphs hides from the garbage collector."""
+    reference = weakref.WeakMethod(cast("Any", method))
+
+    def call(*args: Any) -> Any:
+        return cast("Any", reference())(*args)
+
+    return call
+
+
+def _run(of: weakref.ref[Captures], kept: weakref.ref[CapturedGraph], *inputs: Any) -> Any:
+    runs, without, captures, graph = NOW.runs, NOW.without, of(), kept()
+    if runs is None or captures is None or graph is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     if without is None:
         return runs.run_graph(graph, inputs)
-    if cast("Captures", captures())._asks:
+    if captures._asks:
         raise _AsksError
     with without():
         return runs.run_graph(graph, inputs)

@@ -13,11 +13,14 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
+from autocastfx.capture.shape_guard import shape_guard
+from autocastfx.errors import UnmatchedRuleWarning, VariantError
 from autocastfx.graph.node import recomputed, value
+from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
-from autocastfx.runtime.variant import Variant, compiled, lift, quickened, tell_of_compiler
+from autocastfx.runtime.variant import Variant, compiled, lift, quickened
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 
@@ -41,20 +44,36 @@ def converted_variant(
     return variant
 
 
+def decided_plan(
+    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device | None
+) -> Plan:
+    """Return the plan of such a conversion, apart from casts and copies, in half of the time: nothing is rewritten."""
+    return _converted(converter, graph, held, device or graph.captured.device, rewrites=False).plan
+
+
 def _converted(
-    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device, prefix: str = ""
+    converter: Any,
+    graph: CapturedGraph,
+    held: Mapping[str, torch.Tensor],
+    device: torch.device,
+    prefix: str = "",
+    *,
+    rewrites: bool = True,
 ) -> Any:
     captured = graph.captured
     abstract = {str(node.target): value(node) for node in captured.graph.find_nodes(op="get_attr")}
     tensors = {name: held.get(name, abstract[name]) for name in graph.held if name in held or name in abstract}
     made = converter.convert_graph(
-        *(captured.graph, captured.attributes, tensors, device), mode=mode_of(captured.training), prefix=prefix
+        *(captured.graph, captured.attributes, tensors, device),
+        mode=mode_of(captured.training),
+        rewrites=rewrites,
+        prefix=prefix,
     )
     again = replace(converter, weights="cast", keep_output_dtype=True)
     for node in made.graph.nodes:
         if recomputed(node):
             inner = graph.inside[node.name]
-            part = _converted(again, inner, inner.read({}), device, f"{prefix}{node.name}/")
+            part = _converted(again, inner, inner.read({}), device, f"{prefix}{node.name}/", rewrites=rewrites)
             lifted = lift(part.graph, inner.places)
             node.target = node.target.with_recomputed(fx.GraphModule(dict(part.attributes), lifted))
             made = replace(made, plan=made.plan.with_inside(part.plan))
@@ -72,13 +91,14 @@ class DynamoVariant(Variant):
             plan=made.plan,
             out_spec=captured.out_spec,
             structure=captured.structure,
-            guard=captured.guard,
+            guard=shape_guard(captured.graph.find_nodes(op="placeholder")),  # a pass may settle sizes
             modes=captured.training,
             device=captured.device,
-            state=captured.state,
             captured=captured,
         )
         self.places, self.results = graph.places, graph.results
+        conditions = () if graph.settled is None else (c for c in self.guard.conditions if c not in graph.settled)
+        self._settled = replace(self.guard, conditions=tuple(conditions))  # by another conversion than the first one
         self.fixed: Sequence[FixedTensor] = ()
 
     def mount(self, prefix: str, signature: CallSignature) -> None:
@@ -89,6 +109,19 @@ class DynamoVariant(Variant):
     def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Return the model's output, from the outputs of the graph and the tensors of the call."""
         return self.results.output(outputs, tensors)
+
+    def refuse_other_sizes(self, inputs: Sequence[Any]) -> None:
+        """Refuse sizes beyond those for which this conversion decides, but Dynamo's guards do not.
+
+        Raises:
+            VariantError: they are.
+        """
+        if self._settled.conditions:
+            given = dict(zip(self.places, inputs, strict=True))
+            tensors = (given.get(str(node.target)) for node in self.graph.find_nodes(op="placeholder"))
+            sizes = [one.shape if isinstance(one, torch.Tensor) else () for one in tensors]
+            if not self._settled.holds(sizes):
+                raise VariantError(f"this conversion decides for sizes where {self._settled}: convert the model again.")
 
     def has_changed(self, inputs: Sequence[Any]) -> bool:
         """True if a tensor on whose numbers decisions rest may have other numbers now."""
@@ -140,7 +173,13 @@ class DynamoVariant(Variant):
                     stacklevel=2,
                 )
             if self.plan.saved:
-                tell_of_compiler()
+                warnings.warn(
+                    "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under "
+                    "'saved' have no effect there. torch._functorch.config.activation_memory_budget sets how much it "
+                    "keeps.",
+                    UnmatchedRuleWarning,
+                    stacklevel=2,
+                )
             constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
             _, function = compiled(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
             held = [getattr(self, name) for name in self._held.values() if name in self._buffers]

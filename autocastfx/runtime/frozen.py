@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from autocastfx.runtime.captures import CapturedGraph
     from autocastfx.runtime.view import DynamoVariant
 
-_CALL = "autocastfx_call"  # the module that checks calls, and holds the constants of the graph
+CALL = "autocastfx_call"  # the module that checks calls, and holds the constants of the graph
 _OUTPUT = "autocastfx_output"  # the module that makes the output
 _DEFAULTS = (type(None), bool, int, float, str)
+
+
+def member_name(target: str) -> str:
+    """Return the name in the module of the check of what a graph reads from outside of the model."""
+    return re.sub(r"\W", "_", target)
 
 
 class FrozenCall(nn.Module):
@@ -50,6 +55,7 @@ class FrozenCall(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.signature, self.structure, self.guard = model, signature, structure, guard
+        self.again = _AGAIN
         self.mode = training
         self.training = cast("bool", training)
         kinds = {device.type for device in devices if device is not None}
@@ -100,7 +106,7 @@ class FrozenCall(nn.Module):
         sizes = [tensor.shape for tensor in tensors]
         if not self.guard.holds(sizes):
             broken = self.guard.broken(sizes, self.structure.tensor_names())
-            raise VariantError(f"the frozen {self.model} does not fit these sizes: {broken}. {_AGAIN}")
+            raise VariantError(f"the frozen {self.model} does not fit these sizes: {broken}. {self.again}")
         return tuple(tensors)
 
     def _bound(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
@@ -114,7 +120,7 @@ class FrozenCall(nn.Module):
         call = self.signature.describe(*self.signature.split(kept))
         if call.structure != self.structure:
             raise VariantError(
-                f"the frozen {self.model} takes the call ({self.structure}), not ({call.structure}). {_AGAIN}"
+                f"the frozen {self.model} takes the call ({self.structure}), not ({call.structure}). {self.again}"
             )
         return call.tensors
 
@@ -125,7 +131,7 @@ class FrozenCall(nn.Module):
         ]
         places = ", ".join(sorted({str(device) for *_, device in self.kept if device is not None}))
         raise VariantError(
-            f"the frozen {self.model} takes the call ({self.structure}) on {places}: {', '.join(told)}. {_AGAIN}"
+            f"the frozen {self.model} takes the call ({self.structure}) on {places}: {', '.join(told)}. {self.again}"
         )
 
 
@@ -176,7 +182,7 @@ def freeze(
     call = FrozenCall(
         name, signature, captured.structure, variant.guard, devices, modes.pop() if len(modes) == 1 else None
     )
-    own.add_module(_CALL, call)
+    own.add_module(CALL, call)
     frozen = _graph_of(own, model, root, graph, variant)
     made = fx.GraphModule(own, frozen, class_name=f"Frozen{name}")
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -204,7 +210,7 @@ def _graph_of(
     own: nn.Module, model: nn.Module, root: nn.Module, graph: CapturedGraph, variant: DynamoVariant
 ) -> fx.Graph:
     """Return the variant's graph, with a check of the call before it and the model's output behind it."""
-    call = cast("Any", own)._modules[_CALL]
+    call = cast("Any", own)._modules[CALL]
     members = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     paths = {id(tensor): path for path, tensor in members}
     source = variant.graph if not variant.plan.saved else keep_chosen(variant.graph, variant.plan.saved, planned_form)
@@ -223,12 +229,12 @@ def _graph_of(
             tensor = _find(root, target, graph.read({}))
         if id(tensor) in paths:
             return paths[id(tensor)]
-        name = re.sub(r"\W", "_", target)
+        name = member_name(target)
         if isinstance(tensor, torch.Tensor):
             call.register_buffer(name, tensor, persistent=False)
         else:
             setattr(call, name, tensor)
-        return f"{_CALL}.{name}"
+        return f"{CALL}.{name}"
 
     for node in source.nodes:
         if node.op == "placeholder":
@@ -262,7 +268,7 @@ def _check_of(frozen: fx.Graph, call: FrozenCall, count: int) -> list[fx.Node]:
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         default = (p.default,) if has_default and not stars else ()
         arguments.append(frozen.create_node("placeholder", f"{stars}{p.name}", default, name=p.name))
-    checked = frozen.call_module(_CALL, tuple(arguments))
+    checked = frozen.call_module(CALL, tuple(arguments))
     if call.is_flat:
         return [arguments[i] for i in call.places]
     return [frozen.call_function(operator.getitem, (checked, i)) for i in range(count)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
@@ -21,23 +19,19 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from autocastfx.capture.call import CallSignature, CallStructure, pack_spec, unpack_spec
+from autocastfx.capture.call import CallSignature, CallStructure
 from autocastfx.capture.leave_intact import keep_source
-from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import ClippedValuesWarning, UnmatchedRuleWarning, VariantError
-from autocastfx.graph.alias import is_opaque
-from autocastfx.graph.serialize import GraphData, data_of, graph_of
+from autocastfx.errors import ClippedValuesWarning, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.operators.casts import is_concrete, saturating_cast
 from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
-from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
-from autocastfx.runtime.working_copies import ATTRIBUTE, working_copies, working_copy
+from autocastfx.runtime.working_copies import working_copies, working_copy
 from autocastfx.training.loss_scale import HostCopy, is_capturing
 
 if TYPE_CHECKING:
-    from autocastfx.capture.export import Captured
+    from autocastfx.capture.captured import Captured
 
 # Rewrite a graph for eager calls, with little Python overhead around its operators.
 #
@@ -91,70 +85,6 @@ _CASTS: Mapping[tuple[Any, ...], Callable[..., Any]] = {
     (torch.bfloat16,): torch.Tensor.bfloat16,
     (torch.float32,): torch.Tensor.float,
 }
-
-
-@dataclass(frozen=True)
-class Reads:
-    """The tensors that a graph reads from its owner, as a plan for looking them up.
-
-    Attributes:
-        modules: for each module on the way, the number of its parent and its name there; the owner is number 0.
-        values: for each parameter or buffer, the number of its module and its name there.
-    """
-
-    modules: tuple[tuple[int, str], ...]
-    values: tuple[tuple[int, str], ...]
-
-    @classmethod
-    def of(cls, targets: list[str]) -> Reads:
-        """Make the plan for the attributes at these paths."""
-        numbers: dict[str, int] = {"": 0}
-        modules: list[tuple[int, str]] = []
-
-        def number(path: str) -> int:
-            if path not in numbers:
-                holder, _, name = path.rpartition(".")
-                modules.append((number(holder), name))
-                numbers[path] = len(modules)
-            return numbers[path]
-
-        values = [(number(holder), name) for holder, _, name in (target.rpartition(".") for target in targets)]
-        return cls(tuple(modules), tuple(values))
-
-    def __call__(self, owner: nn.Module) -> list[torch.Tensor] | None:
-        """Look up the tensors; None if one is neither a parameter nor a buffer."""
-        modules: list[Any] = [owner]
-        for holder, name in self.modules:
-            module = modules[holder]._modules.get(name)
-            if module is None:
-                return None
-            modules.append(module)
-        values: list[torch.Tensor] = []
-        for holder, name in self.values:
-            value = modules[holder]._parameters.get(name)
-            if value is None:
-                value = modules[holder]._buffers.get(name)
-                if value is None:
-                    return None
-            values.append(value)
-        return values
-
-
-def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, Reads] | None:
-    """Return an equivalent graph that takes the tensors of its owner as first inputs, and how to look these up.
-
-    None if the graph runs opaque code.
-
-    Args:
-        graph: a graph that calls overloads.
-        kept: targets of ``get_attr`` nodes that stay.
-    """
-    if any(is_opaque(node) for node in graph.nodes):
-        return None
-    read = [str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in kept]
-    names = [*dict.fromkeys(f"get_attr {target}" for target in read)]
-    names += [str(node.target) for node in graph.find_nodes(op="placeholder")]
-    return quickened(lift(graph, names)), Reads.of(list(dict.fromkeys(read)))
 
 
 def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
@@ -297,54 +227,6 @@ _numbers = itertools.count()
 _EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
 
 
-class _CallCode(CodeGen):
-    """Lets what torch.fx makes of a flat graph (code, an interpreter) take the model's call and give its outputs."""
-
-    def __init__(self, variant: Variant, signature: CallSignature) -> None:
-        super().__init__()
-        self.out_spec, self.structure, self.guard = variant.out_spec, variant.structure, variant.guard
-        self.signature = signature
-
-    def process_inputs(self, *args: Any) -> Any:
-        if names := keywords_of_export():
-            count = len(args) - len(names)
-            return self.tensors_of(*args[:count], **dict(zip(names, args[count:], strict=True)))
-        tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        values = [one for one in args if not isinstance(one, torch.Tensor)]
-        leaves = self.structure.leaves
-        are_alike = [("tensor", t.dtype, t.ndim) for t in tensors] == [leaf for leaf in leaves if leaf[0] == "tensor"]
-        if are_alike and values == [leaf[2] for leaf in leaves if leaf[0] == "value"]:
-            return self._fitting(tensors)  # torch.export calls its interpreter with the leaves of the call
-        return self.tensors_of(*args)
-
-    def tensors_of(self, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
-        call = self.signature.bind(args, kwargs)
-        if call.structure != self.structure:
-            raise VariantError(f"the graph is that of the call ({self.structure}), not of ({call.structure})")
-        return self._fitting(call.tensors)
-
-    def _fitting(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        sizes = [t.shape for t in tensors]
-        if not self.guard.holds(sizes):
-            broken = self.guard.broken(sizes, self.structure.tensor_names())
-            raise VariantError(f"the graph does not fit these sizes: {broken}")
-        return tensors
-
-    def process_outputs(self, outputs: Any) -> Any:
-        return pytree.tree_unflatten(outputs, self.out_spec)
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        names = "".join(f"{name.partition(':')[0]}, " for name in free_vars)
-        read = f"{names}= " if names else ""
-        return f"def forward(self, *args, **kwargs):\n    {read}_tensors_of(*args, **kwargs)"
-
-    def generate_output(self, output_args: Any, *, repr_fn: Callable[[Any], str] | None = None, **_: Any) -> str:
-        return f"return _outputs_of({(repr_fn or repr)(output_args)})"
-
-    def additional_globals(self) -> list[tuple[str, Any]]:
-        return [("_tensors_of", self.tensors_of), ("_outputs_of", self.process_outputs)]
-
-
 def keywords_of_export() -> list[str]:
     """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
@@ -364,8 +246,6 @@ class Variant(nn.Module):
         graph: takes the call's tensors and returns a flat tuple.
         plan: the decisions and placements of the graph.
         structure, guard, modes: the call structure, sizes and module modes that it serves.
-        state: attributes of the original that the graph depends on, with their values at capture.
-        first_broken: returns an attribute that has changed since, or None; works after :meth:`watch`.
         device: where it runs and creates tensors.
         captured: the captured graph that it was made from; None after unpickling.
         keeping: the graph whose ops save for backward what the plan says, for runs node by node.
@@ -382,14 +262,12 @@ class Variant(nn.Module):
         guard: ShapeGuard,
         modes: tuple[bool, ...],
         device: torch.device,
-        state: StateGuard,
         captured: Captured | None = None,
     ) -> None:
         super().__init__()
         self.graph, self.keeping, self.plan, self.out_spec = graph, graph, plan, out_spec
         self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
-        self.state, self.captured = state, captured
-        self.first_broken: Callable[[], Read | None] = state.unchanged
+        self.captured = captured
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         self.prefix = ""
         self.code = ""
@@ -417,7 +295,6 @@ class Variant(nn.Module):
             prefix: where the constants are.
             signature: of the owner's calls.
         """
-        self.graph.set_codegen(_CallCode(self, signature))
         paths = {(f"{self.prefix}.{name}" if self.prefix else target): name for target, name in self._held.items()}
         for node in self.graph.nodes:
             if node.op == "get_attr" and node.target in paths:
@@ -428,63 +305,6 @@ class Variant(nn.Module):
     def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Return the model's output, from the outputs of the graph and the tensors of the call."""
         return pytree.tree_unflatten(list(outputs), self.out_spec)
-
-    def watch(self, model: nn.Module | None) -> None:
-        """Check the attributes of ``model``, the original, from now on; with None, count them as unchanged."""
-        self.first_broken = self.state.broken(model) if model is not None else self.state.unchanged
-
-    def compile_graph(self, forms: Forms = planned_form) -> None:
-        """Generate ``code`` and ``function(owner, *tensors)`` from the present graph.
-
-        ``forms`` gives the form of each value that the plan keeps for backward.
-        """
-        self.code, traced = compiled(self.graph)
-        self.keeping = self.graph
-        no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
-        quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
-        if quick is not None:
-            eager, called = traced, quick[0]
-            if saved := self.plan.saved:
-                self.keeping = keep_chosen(self.graph, saved, forms)
-                eager = compiled(self.keeping)[1]
-                called = keep_chosen(called, saved, forms)
-            self.function = _quick(traced, eager, compiled(called)[1], quick[1], tells=bool(saved))
-        else:
-            self.function = traced
-
-    def move(self, device: torch.device) -> None:
-        """Move tensor creation in the graph from its present device to ``device``."""
-        old = self.device.type
-
-        def swapped(own: torch.device) -> torch.device:
-            return device if own.type == old else own
-
-        inside = [module for module in self.modules() if isinstance(module, fx.GraphModule)]
-        for graph in (self.graph, *(module.graph for module in inside)):
-            for node in graph.nodes:
-                node.args, node.kwargs = pytree.tree_map_only(torch.device, swapped, (node.args, node.kwargs))
-        for module in inside:
-            module.recompile()
-        self.device = device
-        self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
-        self.compile_graph()
-
-    def copied(self, memo: dict[int, Any] | None) -> Variant:
-        """Return a copy, which shares what was captured; ``memo`` is a deep copy's, or None for a shallow one."""
-        restore, parts = self.__reduce__()
-        made: Variant = restore(*(copy.deepcopy(parts, memo) if memo is not None else parts))
-        made.captured = self.captured
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        attributes: dict[str, Any] = {}
-        for target, name in self._held.items():
-            value = getattr(self, name)
-            attributes[target] = GraphData.of(value) if isinstance(value, fx.GraphModule) else value
-        places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
-        fields = {name: getattr(self, name) for name in ("plan", "structure", "guard", "modes", "state", "device")}
-        fields["out_spec"] = pack_spec(self.out_spec)
-        return (_restore, (data_of(self.graph, places), attributes, fields))
 
 
 def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
@@ -500,48 +320,3 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)
     return code.src, namespace["forward"]
-
-
-def _quick(
-    traced: Callable[..., tuple[Any, ...]],
-    eager: Callable[..., tuple[Any, ...]],
-    called: Callable[..., tuple[Any, ...]],
-    reads: Reads,
-    *,
-    tells: bool,
-) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that runs ``called`` with the tensors read, ``eager`` if one is none; compiled, ``traced``.
-
-    With ``tells`` a compiler is told that it is to choose what is kept for backward.
-    """
-
-    def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling():
-            if tells:
-                tell_of_compiler()
-            return traced(owner, *tensors)
-        values = reads(owner)
-        return eager(owner, *tensors) if values is None else called(owner, *values, *tensors)
-
-    function.__code__ = function.__code__.replace()  # torch.compile caches by code object: each has its own
-    return function
-
-
-def tell_of_compiler() -> None:
-    """Warn that rules of what is kept for backward have no effect."""
-    warnings.warn(
-        "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have "
-        "no effect there. torch._functorch.config.activation_memory_budget sets how much it keeps.",
-        UnmatchedRuleWarning,
-        stacklevel=2,
-    )
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler: it runs while torch.compile traces.
-cast("Any", tell_of_compiler)._dynamo_marked_constant = True
-
-
-def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
-    values = {t: a.module() if isinstance(a, GraphData) else a for t, a in attributes.items()}
-    rest: dict[str, Any] = {**fields, "out_spec": unpack_spec(fields["out_spec"])}
-    return Variant(graph=graph_of(nodes), attributes=values, **rest)

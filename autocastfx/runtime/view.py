@@ -21,20 +21,20 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.jit._trace import TracerWarning
 from torch.nn.modules.module import _has_any_global_hook
 
-from autocastfx.capture.call import CallSignature
+from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
-from autocastfx.graph.node import NodeRun, attribute
-from autocastfx.plan.plan import Precision
+from autocastfx.graph.node import NodeRun, Observer, attribute
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.around import Around, is_inside, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
-from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
+from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant, decided_plan
 from autocastfx.runtime.frozen import freeze
-from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.variant import Variant, keywords_of_export
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
@@ -51,13 +51,7 @@ class Origin:
     signature: CallSignature
     leaves: tuple[str, ...]
     device: torch.device | None
-    baked: bool = False
-    is_low: bool = False
-
-    @property
-    def class_name(self) -> str:
-        """The name of the model's class."""
-        return type(self.model).__name__
+    class_name: str
 
 
 class _Probed(BaseException):
@@ -80,22 +74,25 @@ class AmpView(AmpModule):
         self, captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]
     ) -> None:
         model = captures.model
-        origin = Origin(converter, model, captures.signature, leaves, device)
-        self.__dict__.update(
-            _model=model,
-            _captures=captures,
-            _original=origin,
-            _signature=captures.signature,
-            _observers=(),
-            _made={},
-            _variants=nn.ModuleList(),
-            _parts={},
-            _lineno_map={},
-        )
+        origin = Origin(converter, model, captures.signature, leaves, device, type(model).__name__)
+        self._set_up(model, origin, nn.ModuleList())
+        self.__dict__["_captures"] = captures
         self.__dict__["_autocastfx_copies"] = WorkingCopies(self)
         forward = signed_forward(captures.signature)
         skip_frames(forward)
         self.__dict__["forward"] = MethodType(forward, self)
+
+    def _set_up(self, model: nn.Module, origin: Origin, variants: nn.ModuleList) -> None:
+        self.__dict__.update(
+            _model=model,
+            _original=origin,
+            _signature=origin.signature,
+            _observers=(),
+            _made={},
+            _variants=variants,
+            _parts={},
+            _lineno_map={},
+        )
 
     @property
     def _converter(self) -> Any:
@@ -149,6 +146,7 @@ class AmpView(AmpModule):
             graph.varying.update(around.places_stood_in(graph.places, inputs))
             inputs = around.given(inputs)
         variant = self._made.get(graph) or self._convert(graph)
+        variant.refuse_other_sizes(inputs)
         if variant.has_changed(inputs):
             variant = self._look_again(graph, variant, inputs)
         if around is None:
@@ -165,6 +163,11 @@ class AmpView(AmpModule):
             NOW.last = graph, inputs, outputs
         return outputs
 
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Convert a graph, if it is not yet."""
+        if graph not in self._made:
+            self._convert(graph)
+
     def _computed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         if self._observers:
             return self._run_observed(variant, inputs)
@@ -176,14 +179,7 @@ class AmpView(AmpModule):
 
     def _run_observed(self, variant: DynamoVariant, inputs: Sequence[Any]) -> Any:
         values = dict(zip(variant.places, inputs, strict=True))
-        nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
         copies = self._autocastfx_copies.fresh() if variant.has_copies else None
-
-        def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
-            if node.name in nodes:
-                result = value[0] if f"{node.name}_result" in map(str, node.users) else value
-                for observe in self._observers:
-                    observe(nodes[node.name], result, read)
 
         def given(node: fx.Node) -> Any:
             name = str(node.target)
@@ -191,9 +187,20 @@ class AmpView(AmpModule):
                 return copies
             return values[name] if name in values else attribute(self, name)
 
-        run = NodeRun(variant.keeping, given, show)
+        run = NodeRun(variant.keeping, given, self._shown_to_observers(variant))
         tensors = [values.get(str(node.target)) for node in variant.keeping.find_nodes(op="placeholder")]
         return run.run(*tensors, enable_io_processing=False)
+
+    def _shown_to_observers(self, variant: Variant) -> Observer:
+        nodes = {node.name: node for node in variant.graph.nodes if node.op == "call_function"}
+
+        def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
+            if node.name in nodes:
+                result = value[0] if f"{node.name}_result" in map(str, node.users) else value
+                for observe in self._observers:
+                    observe(nodes[node.name], result, read)
+
+        return show
 
     def _look_again(self, graph: CapturedGraph, variant: DynamoVariant, inputs: Sequence[Any]) -> DynamoVariant:
         return variant if variant.still_holds(graph, self._converter, inputs) else self._convert(graph)
@@ -210,29 +217,36 @@ class AmpView(AmpModule):
         self._made[graph] = variant
         return variant
 
-    def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
-        """Return the graph that such a call runs, captured now if there is none yet; the call does nothing else."""
-        probe = _Probe()
+    def _probe(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, converts: bool = True
+    ) -> tuple[CapturedGraph, Sequence[Any]]:
+        """Return the graph that such a call runs, captured now if need be, with its inputs; it does nothing else."""
+        probe = _Probe(self.prepare if converts else lambda _: None)
         with suppress(_Probed):
             self._call_as(probe, args, kwargs)
         if (graph := probe.graph) is None:
             raise VariantError("the call runs no graph: its results do not depend on tensors")
         graph.note(probe.inputs)
-        return graph
+        return graph, probe.inputs
 
     def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
-        self._signature.bind(args, kwargs)
-        graph = self._probe(tuple(args), kwargs)
+        return self._given_to(args, kwargs)[0]
+
+    def _given_to(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Variant, Call, dict[str, Any]]:
+        call = self._signature.bind(args, kwargs)
+        graph, inputs = self._probe(tuple(args), kwargs)
+        given = graph.given(call, inputs, self._held())
         variant = self._made.get(graph) or self._convert(graph)
         if graph.results.spec is None:
             with_gradients = torch.is_grad_enabled()
             with isolated(self._model), torch.set_grad_enabled(with_gradients):
                 self._call_as(_AsCaptured(), args, kwargs)
-        return variant
+        return variant, *given
 
     def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Capture and convert the graph of a call, which does nothing else."""
-        self._convert(self._probe(args, kwargs))
+        with suppress(VariantError):  # a call that computes nothing runs no graph
+            self.prepare(self._probe(args, kwargs)[0])
 
     def _converted_by(self, converter: Any, graphs: Sequence[CapturedGraph], device: torch.device | None) -> AmpView:
         """Return what converts otherwise what is captured for this model, ``graphs`` at once."""
@@ -240,6 +254,18 @@ class AmpView(AmpModule):
         for graph in graphs:
             again._convert(graph)
         return again
+
+    def _variant_by(self, converter: Any, variant: Variant) -> Variant:
+        """Convert what ``variant`` was made from by another converter, beside this model."""
+        return converted_variant(converter, *self._source_of(variant))
+
+    def _plan_by(self, converter: Any, variant: Variant) -> Plan:
+        """Return the plan of such a conversion, apart from casts and copies."""
+        return decided_plan(converter, *self._source_of(variant))
+
+    def _source_of(self, variant: Variant) -> tuple[CapturedGraph, Mapping[str, torch.Tensor], torch.device | None]:
+        graph = next(graph for graph, made in self._made.items() if made is variant)
+        return graph, graph.read(self._held()), self._original.device
 
     def _with_own_captures(self) -> AmpView:
         """Return what converts the model in the same way, in graphs of its own."""
@@ -262,7 +288,10 @@ class AmpView(AmpModule):
         shown = self.variants
         active = next((v for v in shown if v.modes == modes), next(iter(shown), None))
         if active is None:
-            raise NotCapturedError("there is no graph to show before the first call: call the model once.")
+            raise NotCapturedError(
+                "there is no graph to show before the first call: call the model once, or give convert example inputs. "
+                "A call that computes nothing has none."
+            )
         return active
 
     def _modes(self) -> tuple[bool, ...]:
@@ -282,10 +311,6 @@ class AmpView(AmpModule):
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Yield the model's own modules, but itself for the model."""
         return (module for _, module in self.named_modules(remove_duplicate=remove_duplicate))
-
-    def _outside(self) -> dict[str, Any]:
-        held = self._held()
-        return {n: t for graph in self._made for n, t in graph.read(held).items() if n not in held}
 
     def _held(self) -> dict[str, torch.Tensor]:
         model = self._model
@@ -466,7 +491,7 @@ class AmpView(AmpModule):
             UnsupportedError: the graph takes numbers that change from call to call, or returns what no graph holds.
         """
         variant = cast("DynamoVariant", self._variant_for(args, kwargs) if args or kwargs else self._only_variant())
-        graph = next(graph for graph, made in self._made.items() if made is variant)
+        graph, *_ = self._source_of(variant)
         return freeze(self._model, self._captures._root, self._signature, graph, variant)
 
     def _only_variant(self) -> Variant:
@@ -504,6 +529,9 @@ class _Probe:
     graph: CapturedGraph | None = None
     inputs: Sequence[Any] = ()
 
+    def __init__(self, prepare: Callable[[CapturedGraph], None]) -> None:
+        self.prepare = prepare
+
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """End the call."""
         self.graph, self.inputs = graph, inputs
@@ -512,6 +540,9 @@ class _Probe:
 
 class _AsCaptured:
     """Runs a graph as it was captured."""
+
+    def prepare(self, graph: CapturedGraph) -> None:
+        """Do nothing: it settles no sizes."""
 
     def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run it, and note what it gives."""
@@ -578,17 +609,61 @@ class _InsideCall:
         return self.owner._view_of(self.module)(*args, **kwargs)
 
 
+def signed_forward(signature: CallSignature) -> Callable[..., Any]:
+    """Make a forward with the original's signature, for export, trainers and ``help``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # torch.compile caches by code object, so each forward has its own
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([first, *signature.parameters])
+    return forward
+
+
 def view(captures: Captures, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
     """Return a converted model that captures by ``captures`` and converts by ``converter``."""
     kind = type(captures.model)
     if kind not in _KINDS:
-        _KINDS[kind] = type(AmpModule.__name__, (AmpView,), {"__module__": AmpModule.__module__})
+        theirs = {name: _the_models(name) for name in ("freeze", "refresh_weights") if hasattr(kind, name)}
+        _KINDS[kind] = type(AmpModule.__name__, (AmpView,), {"__module__": AmpModule.__module__, **theirs})
     return _KINDS[kind](captures, converter, device, leaves)
+
+
+def _the_models(name: str) -> property:
+    """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
+    return property(lambda self: self.__getattr__(name))
 
 
 def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
     captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
     return view(captures, converter, device, leaves)
+
+
+def captured_call(
+    model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Captured, Call, dict[str, Any]]:
+    """Capture one call of a model, in these modes of its modules; the call does nothing else.
+
+    Args:
+        model: stays as it is.
+        leaves: paths of functions that stay whole.
+        modes: of the modules.
+        args: of the call, by position.
+        kwargs: of the call, by keyword.
+
+    Returns:
+        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
+    """
+    amp_model, before = _restored(model, None, None, leaves), [(module, module.training) for module in model.modules()]
+    try:
+        for (module, _), mode in zip(before, modes, strict=True):
+            module.training = mode
+        graph, inputs = amp_model._probe(args, kwargs, converts=False)
+    finally:
+        for module, mode in before:
+            module.training = mode
+    return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})

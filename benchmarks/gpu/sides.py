@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from autocastfx import AmpModule
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.export import Captured
-from autocastfx.capture.leave_intact import capturing
-from autocastfx.conversion import _tell_unmatched
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.saved import rules_of
-from autocastfx.runtime.variant_table import Original
+from autocastfx.runtime.captures import Captures
+from autocastfx.runtime.view import view
 from benchmarks.gpu.models import built
 from benchmarks.training import Setting, Training, adamw, side_of, training_of
 
@@ -36,7 +35,7 @@ class Source:
 
     model: nn.Module
     inputs: dict[str, Tensor]
-    captured: Captured
+    captures: Captures
     prepared: dict[tuple[torch.dtype, str, str, str], AmpModule] = field(
         default_factory=dict[tuple[torch.dtype, str, str, str], AmpModule]
     )
@@ -53,9 +52,10 @@ class Source:
         """Convert the captured graph, as ``convert`` does with these arguments."""
         if (dtype, weights, fold, saved) in self.prepared:
             return self.prepared.pop((dtype, weights, fold, saved))
-        signature = CallSignature.of(self.model.forward)
-        amp_model = AmpModule(self.model, signature, _original(self.model, signature, dtype, weights, fold, saved))
-        amp_model._mounted.add(amp_model._original.convert(self.captured, amp_model._held(), self.captured.device))
+        converter = _converter(self.model, dtype, weights, fold, saved)
+        amp_model = view(self.captures, converter, None, converter.op_list.functions())
+        for graph in self.captures.graphs:
+            amp_model.prepare(graph)
         return amp_model
 
     def side(self, name: str, setting: Setting, *, shares_state: bool = False) -> Training:
@@ -81,21 +81,15 @@ class Source:
 def source(name: str, device: str, *, dropout: bool = True) -> Source:
     """Build a model and capture it in training mode."""
     model, inputs = built(name, device, dropout=dropout)
-    signature = CallSignature.of(model.forward)
-    amp_model = AmpModule(model, signature, _original(model, signature, torch.bfloat16, "cast", "exact"))
-    with capturing():
-        call = signature.bind((), inputs)
-        variant = amp_model._mounted.capture(call, amp_model._modes(), amp_model._held())
-    if variant.captured is None:
-        raise TypeError(f"{name}: what was captured is not at hand")
-    return Source(model, inputs, variant.captured)
+    converter = _converter(model, torch.bfloat16, "cast", "exact")
+    leaves = converter.op_list.functions()
+    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
+    view(captures, converter, None, leaves)._probe((), inputs, converts=False)
+    return Source(model, inputs, captures)
 
 
-def _original(
-    model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed"
-) -> Original:
+def _converter(model: nn.Module, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed") -> Converter:
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
     if entries := rules_of(saved):
         lists = lists.merged(OpList.of({"saved": entries}))
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
-    return Original(converter, model, signature, lists.functions(), None, baked=False, tell_unmatched=_tell_unmatched)
+    return Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)

@@ -23,11 +23,6 @@ WEIGHT = torch.ones(8, 8, requires_grad=True)
 SCALE = 2.0
 
 
-@pytest.fixture(autouse=True)
-def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
-
-
 class Net(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

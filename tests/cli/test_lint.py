@@ -56,7 +56,7 @@ def test_lint_prints_what_lint_returns(capsys: pytest.CaptureFixture[str]) -> No
             2,
             "of V100 take float16, not bfloat16",
         ),
-        "sizes that do not fit": (["lint", "lint_models:net", "--inputs", "float32[2,3]"], 3, "cannot be captured"),
+        "sizes that do not fit": (["lint", "lint_models:net", "--inputs", "float32[2,3]"], 3, "Sequential fails: "),
         "no such model": (["lint", "lint_models:nett", *INPUTS], 2, "did you mean 'net'?"),
     }.values(),
 )

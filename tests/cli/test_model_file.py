@@ -194,9 +194,12 @@ def test_the_code_of_a_trusted_model_has_to_be_there(monkeypatch: pytest.MonkeyP
 
 def test_a_saved_conversion_is_not_converted_again(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(autocastfx.convert(net(), torch.ones(2, 8), dtype="float16"), "amp.pt")
-    code, _, err = run(capsys, "dump", "amp.pt", *INPUTS, "--trust")
+    code, _, err = run(capsys, "dump", "amp.pt", *INPUTS, "--op-list", "base", "--trust")
     assert code == 2
     assert "holds a model that is converted already" in err
+    code, out, err = run(capsys, "compare", "amp.pt", *INPUTS, "--trust")
+    assert (code, err) == (0, "")
+    assert "linear_1" in out
 
 
 @pytest.mark.parametrize(

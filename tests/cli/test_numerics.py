@@ -258,7 +258,7 @@ BAD = {
     "no such model": (["compare", "numerics_models:modle", *INPUTS], 2, "did you mean 'model'?"),
     "no inputs": (["compare", "numerics_models:model"], 2, "compare runs the model: give --inputs."),
     "nor here": (["bisect", "numerics_models:model", "--tolerance", "1", "-o", "x"], 2, "bisect runs the model: give"),
-    "wrong shapes": (["compare", "numerics_models:model", "--inputs", "float32[4,9]"], 3, "cannot be captured"),
+    "wrong shapes": (["compare", "numerics_models:model", "--inputs", "float32[4,9]"], 3, "Sequential fails: "),
     "broken YAML": (["compare", "numerics_models:model", *INPUTS, "--op-list", "broken.yaml"], 1, "broken.yaml:2:1: "),
     "no such list": ([*_BISECT, "1", "--op-list", "no.yaml"], 2, "cannot read the op list no.yaml"),
     "a loss without gradients": (

@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.runtime.variant_table import VariantTable
 
 FOLDER = Path(__file__).parent
+INPUTS: dict[str, tuple[Tensor, ...]] = {
+    "cnn": (torch.randn(2, 3, 8, 8),),
+    "encoder_layer": (torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)),
+    "no_grad": (torch.randn(2, 8), torch.arange(2)),
+    "float8": (torch.randn(2, 16, 64),),
+}
 
 
 class CNN(nn.Module):
@@ -72,15 +77,15 @@ class NoGrad(nn.Module):
 
 
 def cnn() -> autocastfx.AmpModule:
-    return autocastfx.convert(CNN().train(), (torch.randn(2, 3, 8, 8),), dtype=torch.bfloat16)
+    return autocastfx.convert(CNN().train(), INPUTS["cnn"], dtype=torch.bfloat16)
 
 
 def encoder_layer() -> autocastfx.AmpModule:
-    return autocastfx.convert(EncoderLayer().train(), (torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)), dtype="float16")
+    return autocastfx.convert(EncoderLayer().train(), INPUTS["encoder_layer"], dtype="float16")
 
 
 def no_grad() -> autocastfx.AmpModule:
-    return autocastfx.convert(NoGrad().train(), (torch.randn(2, 8), torch.arange(2)), dtype=torch.bfloat16)
+    return autocastfx.convert(NoGrad().train(), INPUTS["no_grad"], dtype=torch.bfloat16)
 
 
 class Attention(nn.Module):
@@ -105,7 +110,7 @@ def float8() -> autocastfx.AmpModule:
         "modules": [{"path": "out", "float8": {"products": ["output"]}}],
     }
     lists = autocastfx.OpList.of(rules, name="float8_linears")
-    return autocastfx.convert(Attention().train(), (torch.randn(2, 16, 64),), dtype="bfloat16", op_list=lists)
+    return autocastfx.convert(Attention().train(), INPUTS["float8"], dtype="bfloat16", op_list=lists)
 
 
 CASES: dict[str, Callable[[], autocastfx.AmpModule]] = {
@@ -119,14 +124,9 @@ CASES: dict[str, Callable[[], autocastfx.AmpModule]] = {
 LINTS = ("cnn", "encoder_layer")
 
 
+@functools.cache
 def converted(name: str) -> autocastfx.AmpModule:
     """The model of a case, in train mode, made once. Leave it as it is."""
-    return _made(name, VariantTable.capture_modes)
-
-
-@functools.cache
-def _made(name: str, captures: object) -> autocastfx.AmpModule:
-    """Where tests have conversions capture one mode, the model is another."""
     return CASES[name]()
 
 

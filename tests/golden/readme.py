@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from torch._dynamo.symbolic_convert import _import_module
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
 FLOAT8 = README.parent / "docs" / "float8.md"
@@ -123,6 +125,7 @@ def _imported(module: types.ModuleType) -> Iterator[None]:
         yield
     finally:
         del sys.modules[module.__name__]
+        _import_module.cache_clear()  # Dynamo's, which knows modules by their names
 
 
 def updated(markdown: str, printed: Mapping[int, str]) -> str:

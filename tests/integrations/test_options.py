@@ -30,7 +30,6 @@ LOW = torch.bfloat16
 @pytest.fixture(autouse=True)
 def by_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``convert`` return views."""
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
 
 
 class Layers(nn.Module):

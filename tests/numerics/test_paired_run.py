@@ -17,5 +17,7 @@ def test_a_tape_is_kept_of_each_graph_that_is_at_hand_if_gradients_are_asked_for
     amp_model = convert(nn.Linear(8, 8), (X,), dtype="float16")
     assert run_side_by_side(None, amp_model, (X,), {}).tapes == ()
     assert len(run_side_by_side(None, amp_model, (X,), {}, gradients=True).tapes) == 2
-    loaded = pickle.loads(pickle.dumps(amp_model))
-    assert len(run_side_by_side(None, loaded, (X,), {}, gradients=True).tapes) == 1
+    loaded = pickle.loads(pickle.dumps(amp_model))  # which is captured again
+    assert len(run_side_by_side(None, loaded, (X,), {}, gradients=True).tapes) == 2
+    low = convert(nn.Linear(8, 8).eval(), (X,), dtype="float16", weights="low")
+    assert len(run_side_by_side(None, low, (X,), {}, gradients=True).tapes) == 1

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.capture.call import CallSignature
+from autocastfx.runtime.view import AmpView
+from tests.golden.models import EncoderLayer
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,29 @@ class Shown:
     path: Path
 
 
-def in_its_mode(model: nn.Module, ids: torch.Tensor) -> autocastfx.AmpModule:
-    """Converted for the model's present mode alone, which takes half the time. Nothing is recomposed: more nodes."""
-    amp_model = autocastfx.convert(model, dtype=torch.bfloat16, recompose=False)
-    call, modes = CallSignature.of(model.forward).bind((ids,), {}), tuple(m.training for m in model.modules())
-    amp_model._mounted.capture(call, modes, amp_model._held())
-    return amp_model
+def as_written(model: nn.Module, ids: torch.Tensor) -> autocastfx.AmpModule:
+    """Converted with nothing recomposed: more nodes."""
+    return autocastfx.convert(model, (ids,), dtype=torch.bfloat16, recompose=False)
+
+
+def in_both_modes(amp_model: autocastfx.AmpModule, *inputs: torch.Tensor) -> autocastfx.AmpModule:
+    """The model with a graph of the other mode too, in the mode in which it was."""
+    mode = amp_model.training
+    amp_model.train(not mode)(*inputs)
+    return amp_model.train(mode)
+
+
+def with_symbols(
+    model: nn.Module, first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...], dtype: str
+) -> autocastfx.AmpModule:
+    """Converted for calls of two sizes, with the graph of the second call alone: sizes that differed are symbols."""
+    amp_model = autocastfx.convert(model, first, dtype=dtype)
+    amp_model(*second)
+    assert isinstance(amp_model, AmpView)
+    return amp_model._converted_by(amp_model._converter, amp_model._captures.graphs[-1:], None)
+
+
+def encoder_layer_with_symbols() -> autocastfx.AmpModule:
+    """The case of this name, for batches of two and of three."""
+    calls = [(torch.randn(n, 9, 16), torch.zeros(n, 1, 9, 9)) for n in (2, 3)]
+    return with_symbols(EncoderLayer(), *calls, dtype="float16")

@@ -8,6 +8,7 @@ from torch import nn
 import autocastfx
 from autocastfx.report.dump import view_of
 from tests.golden.models import converted
+from tests.report.shown import with_symbols
 
 
 def attributes(amp_model: autocastfx.AmpModule) -> dict[str, dict[str, str]]:
@@ -17,7 +18,9 @@ def attributes(amp_model: autocastfx.AmpModule) -> dict[str, dict[str, str]]:
 def test_numbers_lists_and_dtypes_are_written_with_their_names() -> None:
     found = attributes(converted("encoder_layer"))
     assert found["softmax"] == {"dim": "-1"}
-    assert found["layer_norm"] == {"normalized_shape": "[16]", "eps": "1e-05", "cudnn_enable": "False"}
+    assert found["layer_norm"] == {"normalized_shape": "[16]"}, "what the op takes by default is left out"
+    other = attributes(autocastfx.convert(nn.LayerNorm(8, eps=1e-3), (torch.ones(2, 8),), dtype="float16"))
+    assert other["layer_norm"] == {"normalized_shape": "[8]", "eps": "0.001"}
     assert found["getitem_1"] == {"argument 1": "1"}
     assert found["x"] == found["qkv_weight"] == found["add_2"] == {}
     assert "dtype" in attributes(converted("no_grad"))["to"]
@@ -30,7 +33,7 @@ class Views(nn.Module):
 
 
 def test_a_size_that_is_computed_has_the_name_of_its_node() -> None:
-    found = attributes(autocastfx.convert(Views(), (torch.ones(3, 8),), dtype="float16"))
+    found = attributes(with_symbols(Views(), (torch.ones(3, 8),), (torch.ones(4, 8),), "float16"))
     (size,) = [name for name in found if name.startswith("sym_size")]
     assert found["view"] == {"size": f"[{size}, 2, -1]"}
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.report.dump import view_of
-from tests.report.shown import in_its_mode
+from tests.report.shown import as_written
 from tests.report.test_page_view import Block, Tower
 
 FOLDED = re.compile(r"^  … layers? .*", re.MULTILINE)
@@ -22,7 +22,7 @@ def table(text: str) -> list[str]:
 
 
 def test_the_first_of_equal_layers_stands_for_all() -> None:
-    amp_model = in_its_mode(Tower().eval(), torch.ones(4, 8))
+    amp_model = as_written(Tower().eval(), torch.ones(4, 8))
     text = autocastfx.dump(amp_model)
     assert FOLDED.findall(text) == [
         "  … layers layers.2-3 as layers.1: 5 lines each, with the same dtypes and reasons",
@@ -38,7 +38,7 @@ def test_the_first_of_equal_layers_stands_for_all() -> None:
 
 
 def test_full_only_and_module_leave_nothing_out() -> None:
-    amp_model = in_its_mode(Tower().eval(), torch.ones(4, 8))
+    amp_model = as_written(Tower().eval(), torch.ones(4, 8))
     for options in ({"full": True}, {"only": "low"}, {"module": "layers.2"}):
         assert not FOLDED.search(autocastfx.dump(amp_model, **options))
     assert "relu_2" in autocastfx.dump(amp_model, module="layers.2")
@@ -117,7 +117,7 @@ class Nested(nn.Module):
 
 
 def test_layers_inside_layers_are_left_out_as_well() -> None:
-    found = FOLDED.findall(autocastfx.dump(in_its_mode(Nested().eval(), torch.ones(4, 8))))
+    found = FOLDED.findall(autocastfx.dump(as_written(Nested().eval(), torch.ones(4, 8))))
     assert any("stages.0.2" in line or "stages.0.1-2" in line for line in found)
 
 
@@ -152,7 +152,7 @@ def test_the_number_of_a_layer_is_never_shortened(width: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.encoder_with_a_long_name[1](self.encoder_with_a_long_name[0](x))
 
-    amp_model = in_its_mode(Long().eval(), torch.ones(4, 8))
+    amp_model = as_written(Long().eval(), torch.ones(4, 8))
     lines = {line.split()[0]: line for line in table(autocastfx.dump(amp_model, width=width)) if line.strip()}
     for node in amp_model.plan.nodes:
         if node.name in lines:

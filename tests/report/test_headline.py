@@ -16,7 +16,7 @@ from autocastfx.report.headline import Float32Reason, headline, percent
 from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser
 from tests.golden.models import CASES, converted
-from tests.report.shown import Shown, in_its_mode
+from tests.report.shown import Shown, as_written
 from tests.report.test_page_view import Tower, overflowing
 
 Show = Callable[..., Shown]
@@ -36,7 +36,7 @@ return said.join(" ");
 
 @pytest.fixture(scope="module")
 def tower() -> autocastfx.AmpModule:
-    return in_its_mode(Tower().eval(), torch.ones(4, 8))
+    return as_written(Tower().eval(), torch.ones(4, 8))
 
 
 def test_computing_ops_are_counted_and_views_and_labels_are_not() -> None:

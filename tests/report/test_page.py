@@ -15,8 +15,8 @@ from autocastfx.report.dump import view_of
 from autocastfx.report.html import render_html
 from autocastfx.report.view import Row, View
 from tests.browser import Browser, needs_browser
-from tests.golden.models import converted
-from tests.report.shown import Shown, in_its_mode
+from tests.golden.models import CASES, INPUTS, converted
+from tests.report.shown import Shown, as_written, in_both_modes
 from tests.report.test_html import HOSTILE, hostile
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def bert() -> autocastfx.AmpModule:
     config = transformers.BertConfig(
         hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=128, vocab_size=500
     )
-    return in_its_mode(transformers.BertModel(config).eval(), torch.ones(2, 16, dtype=torch.int64))
+    return as_written(transformers.BertModel(config).eval(), torch.ones(2, 16, dtype=torch.int64))
 
 
 def gpt2() -> autocastfx.AmpModule:
@@ -36,7 +36,7 @@ def gpt2() -> autocastfx.AmpModule:
         n_embd=64, n_layer=24, n_head=4, vocab_size=500, attn_implementation="eager", use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return in_its_mode(transformers.GPT2LMHeadModel(config).train(), torch.ones(2, 16, dtype=torch.int64))
+    return as_written(transformers.GPT2LMHeadModel(config).train(), torch.ones(2, 16, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ class Flat(nn.Module):
 
 
 def test_many_operations_in_one_module_are_shown_in_parts(page: Browser, shown: Callable[..., Shown]) -> None:
-    page.open(shown(in_its_mode(Flat(), torch.ones(2, 4))).path)
+    page.open(shown(as_written(Flat(), torch.ones(2, 4))).path)
     assert page.count("#view .box.group") == 6
     page.search("relu_149")
     assert page.text("#panel h2") == "relu_149"
@@ -226,9 +226,8 @@ def test_products_in_float8_are_told(page: Browser, shown: Callable[..., Shown])
     assert "float8" not in page.text("#panel")
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_another_variant_can_be_chosen(page: Browser, shown: Callable[..., Shown]) -> None:
-    page.open(shown(converted("encoder_layer")).path)
+    page.open(shown(in_both_modes(CASES["encoder_layer"](), *INPUTS["encoder_layer"])).path)
     for option, found in (("1", False), ("2", True)):
         page.click(f"#variant option:nth-child({3 - int(option)})")
         page.search("op:dropout")

@@ -18,7 +18,8 @@ from autocastfx.report.comparison import ComparedNode, ComparedParameter, Compar
 from autocastfx.report.dump import view_of
 from autocastfx.report.html import page_data
 from autocastfx.report.view import View, float8_clauses
-from tests.golden.models import CASES, converted
+from tests.golden.models import CASES, INPUTS, converted
+from tests.report.shown import encoder_layer_with_symbols, in_both_modes
 
 
 def deviation(error: float, **shares: float) -> Deviation:
@@ -128,7 +129,7 @@ def test_products_in_float8_are_told_as_by_explain() -> None:
 
 
 def test_shapes_bytes_and_attributes_are_those_of_the_rows() -> None:
-    view = view_of(converted("encoder_layer"))
+    view = view_of(encoder_layer_with_symbols())
     nodes = named(page_data([view], 0)["variants"][0])
     for row in view.rows:
         node = nodes[row.name]
@@ -136,7 +137,7 @@ def test_shapes_bytes_and_attributes_are_those_of_the_rows() -> None:
         assert "=" not in node.get("shape", "")
         assert node.get("attributes", ()) == row.attributes
     assert nodes["softmax"]["attributes"] == (("dim", "-1"),)
-    assert (nodes["softmax"]["shape"], nodes["softmax"]["symbols"]) == ("[2, 2, 9, 9]", "[s0=2, 2, 9, 9]")
+    assert (nodes["softmax"]["shape"], nodes["softmax"]["symbols"]) == ("[3, 2, 9, 9]", "[s0=3, 2, 9, 9]")
 
 
 def test_nodes_stand_in_their_modules() -> None:
@@ -209,11 +210,10 @@ def test_of_an_absolute_path_of_a_list_only_the_name_is_shown(tmp_path: Path) ->
 
 
 def both() -> tuple[View, View]:
-    amp_model = CASES["encoder_layer"]()
+    amp_model = in_both_modes(CASES["encoder_layer"](), *INPUTS["encoder_layer"])
     return view_of(amp_model), view_of(amp_model.eval())
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("shown", [0, 1])
 def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_first(number: int, shown: int) -> None:
@@ -227,7 +227,6 @@ def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_fir
     assert nodes == {"softmax": {**none, "error": 0.25, "nan": 0.5, "zeros": 0.125}, "linear": {**none, "error": "inf"}}
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_gradients_go_to_their_nodes_and_parameters_to_the_variant() -> None:
     views = both()
     node = replace(compared("softmax"), gradient=deviation(0.5))
@@ -269,7 +268,6 @@ def test_where_an_error_begins_goes_to_the_variant_that_was_compared() -> None:
     assert begin(compared("linear")) == {}
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_a_comparison_that_compared_nothing_is_taken() -> None:
     views = both()
     assert page_data(views, 0, comparison(views[1]))["shown"] == 1

@@ -18,7 +18,7 @@ import autocastfx
 from autocastfx.report.dump import view_of
 from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
-from tests.report.shown import Shown, in_its_mode
+from tests.report.shown import Shown, as_written
 
 pytestmark = needs_browser
 Show = Callable[..., Shown]
@@ -46,7 +46,7 @@ class Tower(nn.Module):
 
 @pytest.fixture(scope="module")
 def tower() -> autocastfx.AmpModule:
-    return in_its_mode(Tower().eval(), torch.ones(4, 8))
+    return as_written(Tower().eval(), torch.ones(4, 8))
 
 
 def labels(page: Browser) -> list[str]:

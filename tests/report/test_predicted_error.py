@@ -54,7 +54,9 @@ def test_explain_says_what_16_bits_change_and_would_change() -> None:
         "  error: 16 bits around it, which round what it passes back, change the gradient by 2.0e-04. "
         "In 16 bits it would change the gradient by 4.0e-04."
     ]
-    assert explained(pickle.loads(pickle.dumps(amp_model)), "0") == explained(amp_model, "0")
+    unpickled = pickle.loads(pickle.dumps(amp_model))
+    unpickled(X)
+    assert explained(unpickled, "0") == explained(amp_model, "0")
     of_output = replace(MEASURED, of="output")
     assert explained(converted(of_output), "0") == ["  error: 16 bits here change the output by 3.0e-03."]
 
@@ -87,15 +89,16 @@ def test_the_dump_has_a_line_and_a_column_for_it(full: bool) -> None:
     assert cells == {"linear": "3.0e-03", "layer_norm": "2.0e-04", "linear_1": "2.0e-03"}
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight @ self.weight
+
+
 def test_the_summary_adds_up_the_effects_of_a_module() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight @ self.weight
-
     layers = nn.Sequential(Twice(), Twice(), Twice(), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)).eval()
     errors = (3e-3, -1e-3, 3e-3, 2e-3, 4e-3, -3e-3)
     names = ("matmul", *(f"matmul_{i}" for i in range(1, 6)))
@@ -109,8 +112,9 @@ def test_the_summary_adds_up_the_effects_of_a_module() -> None:
     cells = {line.split()[0]: line[start:].strip() for line in lines if len(line) > start and line.split()[1].isdigit()}
     assert cells == {"0": "2.0e-03", "*": "5.0e-03", "4": "2.0e-03"}, "5.0e-03 in module 1, 1.0e-03 in module 2"
     assert lines[-1].startswith("error: what the 16 bits of a module's own nodes")
-    again = autocastfx.dump(pickle.loads(pickle.dumps(amp_model)), summary=True)
-    assert again.endswith(table)
+    unpickled = pickle.loads(pickle.dumps(amp_model))
+    unpickled(X)
+    assert autocastfx.dump(unpickled, summary=True).endswith(table)
     plain = autocastfx.convert(layers, (X,), dtype="bfloat16")
     assert "error" not in autocastfx.dump(plain, summary=True)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import autocastfx
-from autocastfx import conversion
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 
 LOW = torch.bfloat16
@@ -50,7 +49,6 @@ class Nested(Net):
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "_VIEWS", True)
     torch.manual_seed(0)
 
 

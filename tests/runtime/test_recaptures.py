@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.errors import ManyVariantsWarning
+from autocastfx.conversion import convert_captured
+from autocastfx.errors import ManyVariantsWarning, VariantError
 from autocastfx.runtime.recaptures import MANY
 from tests.helpers import heard
 
@@ -26,7 +27,6 @@ X = torch.linspace(-2, 2, 128).view(16, 8)
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
     torch._dynamo.reset()  # it remembers which attributes of a class change
 
 
@@ -161,3 +161,47 @@ def test_more_graphs_than_dynamos_limit_are_captured_and_told_once(
     lines = [line for line in lines if "capturing variant" in line]
     assert lines[0].startswith("capturing variant 2: it does not hold that ")
     assert re.search(said, lines[-1])
+
+
+class Picking(nn.Module):
+    """In backward, a kernel of a CPU adds up the gradients of a row in 16 bits, as many as there are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.second(torch.index_select(self.first(x), 0, rows))
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_what_is_decided_for_few_is_decided_again_for_many(way: str) -> None:
+    torch.manual_seed(0)
+    model = Picking()
+    exact = copy.deepcopy(model)
+    run = (
+        autocastfx.convert(model, dtype="bfloat16") if way == "convert" else autocastfx.enable(model, dtype="bfloat16")
+    )
+    for count in (4, 6, 8, 2000, 7):
+        gradients = list[Tensor]()
+        for one in (run, exact):
+            x = torch.ones(3, 4, requires_grad=True)
+            one(x, torch.zeros(count, dtype=torch.int64)).sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad[0])
+        ours, theirs = gradients
+        assert (ours - theirs).norm() <= 4 * torch.finfo(torch.bfloat16).eps * theirs.norm(), count
+
+
+def test_another_conversion_of_a_graph_refuses_sizes_that_it_was_not_decided_for() -> None:
+    model, rules = Picking(), autocastfx.OpList.of({"deny": ["index_select"]}, name="mine")
+    first = autocastfx.convert(model, op_list=["default", rules], dtype="bfloat16")
+    x = torch.ones(3, 4)
+    for count in (4, 6):
+        first(x, torch.zeros(count, dtype=torch.int64))
+    again = convert_captured(first, autocastfx.convert(model, dtype="bfloat16")._original.converter)
+    assert again is not None
+    again(x, torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(VariantError, match=r"decides for sizes where .* <= 16: convert the model again"):
+        again(x, torch.zeros(2000, dtype=torch.int64))
+    assert first(x, torch.zeros(2000, dtype=torch.int64)).shape == (2000, 4)

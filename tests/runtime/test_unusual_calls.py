@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
-from autocastfx import conversion
 from autocastfx.errors import AutocastFXError, UnsupportedError
 
 LOW = torch.bfloat16
@@ -50,7 +49,6 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "_VIEWS", True)
     torch.manual_seed(0)
 
 

@@ -132,26 +132,23 @@ class Provenance:
         outside: inputs, buffers, constants, what is made from no float32 value (``arange``, a cast from integers), and
             all that free ops compute with one of these: positions, states, accumulators. The rows that an embedding
             picks out of a parameter are not among them, nor are scores to which a mask was added.
-        sizes_known: false for a graph made without inputs.
     """
 
     parameters: frozenset[fx.Node]
     outside: frozenset[fx.Node]
-    sizes_known: bool = True
 
     def read_by(self, unit: Unit, units: Units) -> Iterator[fx.Node]:
         """The float32 operands that make a unit float32."""
         return (read for node in unit.nodes for read in decisive(node, units.ports, self.outside))
 
     @classmethod
-    def of(cls, graph: fx.Graph, units: Units, parameters: frozenset[str], *, sizes_known: bool = True) -> Provenance:
+    def of(cls, graph: fx.Graph, units: Units, parameters: frozenset[str]) -> Provenance:
         """The provenance of each float32 value of ``graph``.
 
         Args:
             graph: captured, with abstract values.
             units: of the same graph; a storage that is written into has one provenance.
             parameters: ``get_attr`` targets.
-            sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
         """
         written = alias_sets(graph).keys()
         of_parameters: set[fx.Node] = set()
@@ -170,7 +167,7 @@ class Provenance:
                 outside.update([node] if not reads or not of_parameters.issuperset(reads) else [])
             elif unit.is_free and not outside.isdisjoint(reads) and not _adds_mask(node, outside, written):
                 outside.add(node)
-        return cls(frozenset(of_parameters), frozenset(outside), sizes_known)
+        return cls(frozenset(of_parameters), frozenset(outside))
 
 
 def _adds_mask(node: fx.Node, outside: Set[fx.Node], written: Set[fx.Node]) -> bool:
@@ -336,7 +333,6 @@ def place_cheaply(
     keep_output_dtype: bool = True,
     parameters: frozenset[str] = frozenset(),
     rounds: bool = False,
-    sizes_known: bool = True,
     measured: frozenset[fx.Node] = frozenset(),
     priced: Iterable[Term] = (),
     readers_of: Readers = _FEW,
@@ -352,7 +348,6 @@ def place_cheaply(
         keep_output_dtype: whether the graph's outputs are read in float32.
         parameters: ``get_attr`` targets that an ``infer`` may cast whose result ``allow`` ops alone read.
         rounds: an ``infer`` may narrow activations, as a 16-bit model does.
-        sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
         measured: nodes that errors and bytes place, whatever their category.
         priced: what errors cost.
         readers_of: how many gradients the readers of a value give it.
@@ -363,7 +358,7 @@ def place_cheaply(
     low = {u: Cause(Why(u.category.value)) for u in units if u.category.is_low and u not in open_ones}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype, readers_of))
-    provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
+    provenance = Provenance.of(graph, units, parameters)
     crowded = {u for u in units if any(readers_of.casts(node) > 1 for node in u.nodes)}
     spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers, crowded)
     terms += _rules(units, folding, provenance, readers, spared, open_ones, crowded, rounds=rounds)
@@ -588,15 +583,15 @@ def _widening(unit: Unit, units: Units, provenance: Provenance, *, spares: bool)
     """
     for node in unit.nodes:
         for read in decisive(node, units.ports, provenance.outside):
-            if not (spares and read in provenance.parameters) or _is_whole(read, node, provenance):
+            if not (spares and read in provenance.parameters) or _is_whole(read, node):
                 yield read
 
 
-def _is_whole(parameter: fx.Node, node: fx.Node, provenance: Provenance) -> bool:
+def _is_whole(parameter: fx.Node, node: fx.Node) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     same = tensors(parameter)[0].numel() == tensors(node)[0].numel()
-    return provenance.sizes_known and statically_known_true(same)
+    return statically_known_true(same)
 
 
 def _taints(folding: Mapping[Unit, Fold], float32: Set[Unit]) -> Iterator[Term]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError, listed
+from autocastfx.errors import ArgumentTypeError, GpuError, UnsupportedError, listed
 from autocastfx.graph.cell import aligned
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
@@ -159,7 +159,8 @@ class Lint:
             yield from aligned([titles, *rows[:_MOST_SIZES]])
             if len(rows) > _MOST_SIZES:
                 yield f"and {len(rows) - _MOST_SIZES} more"
-            yield "given by: a weight, which is the model's choice; input: each call's; activation: computed, always so"
+            said = "input: calls, whose sizes differed; activation: the call, or computed"
+            yield f"given by: a weight, which is the model's choice; {said}"
         if self.out_of_float8:
             padded = (
                 f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
@@ -257,7 +258,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         GpuError: no GPU is known by this name, or its tensor cores cannot take the model's 16-bit dtype, or products
             run in float8 and no such rate of it is known.
         NotCapturedError: the model was converted without inputs and not called yet, so that no size is known.
-        UnsupportedError: the float32 graph is not at hand: the model was unpickled, or has ``weights="low"``.
+        UnsupportedError: the float32 graph is not at hand: the model has ``weights="low"``.
         TypeError: ``amp_model`` is not a converted model.
     """
     if not isinstance(amp_model, AmpModule):
@@ -270,8 +271,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     captured = amp_model._active.captured
     if captured is None:
         raise UnsupportedError(
-            'lint compares with the float32 graph, which an unpickled model and weights="low" do not keep: convert the '
-            'model again, with weights="cached".'
+            'lint compares with the float32 graph, which weights="low" does not keep: convert the model again, with '
+            'weights="cached".'
         )
     located = tuple(walk(captured.graph, captured.attributes))
     before = {one.name: work_of(one.node) for one in located}
@@ -302,11 +303,6 @@ def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int]]:
 
 
 def _check(plan: Plan, gpu: Gpu) -> None:
-    if plan.unverified:
-        raise NotCapturedError(
-            "lint reads sizes, and a model converted without inputs has none before its first call: call the model "
-            "once, or give convert the inputs of one call."
-        )
     if plan.low not in gpu.dtypes:
         raise GpuError(
             f"the tensor cores of {gpu.name} take {', '.join(gpu.dtypes)}, not {plan.low}: choose another GPU, or "

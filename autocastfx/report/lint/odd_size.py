@@ -37,8 +37,8 @@ class Size:
 
     Attributes:
         name: ``M``, ``N``, ``K``, ``channels in``, ``channels out`` (of each group) or ``head``.
-        operand: path of the weight with this size; ``input`` if the size depends on the inputs' sizes; else
-            ``activation``.
+        operand: path of the weight with this size; ``input`` if it depends on sizes of the inputs that have
+            differed from call to call; else ``activation``.
         size: its value for the example inputs.
     """
 
@@ -136,8 +136,8 @@ class OddSize:
         node, op, module: the op.
         name: ``M``, ``N`` or ``K`` of the product of an M x K and a K x N matrix; ``channels in`` or ``channels out``
             of each group of a convolution; ``head`` of an attention.
-        operand: path of the weight with this size; ``input`` if the size depends on the inputs' sizes; else
-            ``activation``.
+        operand: path of the weight with this size; ``input`` if it depends on sizes of the inputs that have
+            differed from call to call; else ``activation``.
         size: its value for the example inputs.
         padded: the next multiple of 8.
         wasted: share of padding in the padded size, if only this size is padded.

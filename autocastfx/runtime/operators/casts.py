@@ -90,11 +90,3 @@ _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")
 _LIBRARY.impl("saturating_cast", _without_autograd, "CompositeExplicitAutograd")
 
 saturating_cast = torch.ops.autocastfx.saturating_cast.default
-
-
-# Cast a value whose dtype is known only when the graph runs.
-
-
-def cast_if(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> torch.Tensor:
-    """Cast ``value`` to ``target`` if its dtype is ``source``; else return it unchanged."""
-    return value.to(target) if value.dtype == source else value

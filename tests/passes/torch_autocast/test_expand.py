@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autocastfx
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, module_path, tensors
 from autocastfx.passes.torch_autocast.dispatch import Dispatch

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import autocastfx
-from autocastfx.capture.export import Captured
+from autocastfx.capture.captured import Captured
 from autocastfx.errors import UnsupportedError, VerifyError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, dtypes, set_origin, value

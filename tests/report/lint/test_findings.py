@@ -13,7 +13,6 @@ from autocastfx.errors import GpuError
 from tests.golden.models import LINTS, converted, kept_lint
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("name", LINTS)
 def test_the_text_is_as_kept(name: str) -> None:
     assert f"{autocastfx.lint(converted(name))}\n" == kept_lint(name).read_text(encoding="utf-8"), (

@@ -13,11 +13,13 @@ import autocastfx
 from autocastfx.graph.walk import walk
 from autocastfx.report.lint.odd_size import Size, sizes_of
 from tests.helpers import Function
+from tests.report.shown import with_symbols
 
 
 def sizes(model: nn.Module, *inputs: torch.Tensor) -> list[Size]:
-    """Of all ops of the model."""
-    captured = autocastfx.convert(model.eval(), inputs, dtype=torch.bfloat16).variants[0].captured
+    """Of all ops of the model, where sizes of 5 and of 15 differed from call to call."""
+    before = tuple(torch.ones([n + 1 if n in (5, 15) else n for n in x.shape]) for x in inputs)
+    captured = with_symbols(model.eval(), before, inputs, "bfloat16").variants[0].captured
     assert captured is not None
     return [size for one in walk(captured.graph, captured.attributes) for size in sizes_of(one)]
 
@@ -75,6 +77,13 @@ def test_sizes(model: nn.Module, x: tuple[int, ...], expected: list[Size] | None
     if expected is None:
         expected = [Size("M", "activation", 4), Size("N", "weight", 4), Size("K", "weight", 4)]
     assert found == expected
+
+
+def test_of_one_call_it_is_not_known_whether_the_caller_gives_a_size() -> None:
+    captured = autocastfx.convert(nn.Linear(4, 7), torch.ones(15, 4), dtype="bfloat16").variants[0].captured
+    assert captured is not None
+    found = [size for one in walk(captured.graph, captured.attributes) for size in sizes_of(one)]
+    assert [(size.name, size.operand) for size in found] == [("M", "activation"), ("N", "weight"), ("K", "weight")]
 
 
 def test_attention_has_the_sizes_of_its_heads() -> None:
