@@ -55,7 +55,6 @@ class Positional(nn.Module):
         return y if mask is None else y.masked_fill(mask, 0.0)
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("low", LOW)
 def test_call_structures_of_all_kinds(low: torch.dtype) -> None:
     x, v = torch.randn(3, 8), torch.randn(8)

@@ -69,7 +69,6 @@ def test_conversion_is_deterministic() -> None:
     assert [v.guard for v in first.variants] == [v.guard for v in second.variants]
 
 
-@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("low", LOW)
 def test_conversion_is_idempotent(low: torch.dtype) -> None:
     once, call = representative(dtype=low), REPRESENTATIVE

@@ -95,7 +95,6 @@ def test_other_sizes_give_the_originals_numbers(name: str) -> None:
         pair.agree(*(torch.randn(s) for s in shapes), backward=0 not in shapes[0])
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_sizes_that_change_nothing_share_a_variant() -> None:
     amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).tanh())), (torch.randn(3, 8),), dtype="float16")
     for size in (1, 2, 7):

@@ -235,7 +235,6 @@ class Block(nn.Module):
         return attend(q, k, v, dropout_p=0.5 if self.training else 0.0, scale=None)
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_a_model_in_evaluation_keeps_torchs() -> None:
     block = Block()
     model = kernel(block, (torch.randn(2, 8, 16),))

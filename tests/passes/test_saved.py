@@ -145,7 +145,6 @@ def test_a_sparse_value_stays() -> None:
     amp_model(X).backward()
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_nothing_is_decided_without_rules_or_for_evaluation() -> None:
     assert plan_of(Mlp(), X, saved="as computed").saved == ()
     x = torch.randn(4, 64, 32)

@@ -243,7 +243,6 @@ def test_many_lines_that_speak_of_no_node_are_counted(usual: Plan, tmp_path: Pat
         assert convert(path).plan == usual
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_a_plan_applies_to_both_modes_to_other_sizes_and_after_pickling(usual: Plan, tmp_path: Path) -> None:
     amp_model = convert(edited(usual, tmp_path, *placed("softmax", "low")))
     assert [str(v.plan["softmax"].placement.run) for v in amp_model.variants] == ["low", "low"]

@@ -37,8 +37,6 @@ from autocastfx.runtime.working_copies import Filled, WorkingCopies, working_cop
 from tests.golden.models import CNN, EncoderLayer
 from tests.training.recorded import record
 
-pytestmark = pytest.mark.usefixtures("both_modes")
-
 LOW = torch.bfloat16
 
 

@@ -57,7 +57,6 @@ def ops(model: autocastfx.AmpModule) -> Counter[str]:
 # -- change -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("both_modes")
 def test_an_einsum_is_a_product_inside(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     model = convert(lambda x, y: torch.einsum("ij,kj->ik", x, y), x, x + 1, rules=rules, keep_output_dtype=False)
     assert ops(model)["einsum"] == 0
