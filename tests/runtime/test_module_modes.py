@@ -69,7 +69,7 @@ class Plain(nn.Module):
 
 
 def modes(model: nn.Module) -> dict[str, bool]:
-    return {name: m.training for name, m in model.named_modules() if not name.startswith("_variants")}
+    return {name: m.training for name, m in model.named_modules() if name not in ("_variants", "autocastfx_call")}
 
 
 def convert(model: nn.Module, **options: Any) -> Any:
