@@ -243,15 +243,16 @@ def test_many_lines_that_speak_of_no_node_are_counted(usual: Plan, tmp_path: Pat
         assert convert(path).plan == usual
 
 
+class Grown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x @ x.transpose(0, 1)).softmax(-1)
+        return y * 2 if x.shape[0] > 3 else y
+
+
 def test_a_plan_applies_to_both_modes_to_other_sizes_and_after_pickling(usual: Plan, tmp_path: Path) -> None:
     amp_model = convert(edited(usual, tmp_path, *placed("softmax", "low")))
     (tmp_path / "plan.json").unlink()  # it was read
     assert str(amp_model.plan["softmax"].placement.run) == "low"
-
-    class Grown(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = (x @ x.transpose(0, 1)).softmax(-1)
-            return y * 2 if x.shape[0] > 3 else y
 
     model = Grown().eval()
     plan = autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16).plan

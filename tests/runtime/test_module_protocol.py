@@ -125,7 +125,7 @@ def test_moving_moves_what_is_made_inside_too(amp_model: autocastfx.AmpModule, x
     assert amp_model.to("meta") is amp_model
     assert amp_model(x.to("meta")).device.type == "meta"
     assert "cpu" not in amp_model.variants[-1].code
-    assert {t.device.type for t in amp_model.buffers()} == {"meta"}
+    assert {t.device.type for t in amp_model.parameters()} == {"meta"}
 
 
 def test_moving_after_unpickling(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
