@@ -102,7 +102,7 @@ def aten_graph(
     for one in traced.modules():
         for node in one.graph.nodes if isinstance(one, fx.GraphModule) else ():
             _name_modules(node, paths, root)
-    graph = tidy(traced, called, attributes, names)
+    graph = tidy(traced, called, attributes, names, follows=True)  # a conversion drops what it need not follow
     for node in reversed(graph.nodes):  # Dynamo has read numbers that are known while it captured
         if op_name(node) == "item" and not node.users:
             graph.erase_node(node)

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from autocastfx.capture.tidy import no_op_source
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
-from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
+from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin, stand_for
 from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
@@ -141,6 +142,16 @@ class _Parts:
     known: Classification = field(default_factory=lambda: Classification({}, frozenset()))  # of the outermost graph
 
 
+def _unfollowed(graph: fx.Graph) -> fx.Graph:
+    """Drop casts to the dtype of another value that change nothing, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and (source := no_op_source(node)) is not None:
+            node.replace_all_uses_with(source)
+            stand_for(source, node.name)
+            graph.erase_node(node)
+    return graph
+
+
 def _converted(
     settings: Settings,
     source: fx.Graph,
@@ -154,7 +165,7 @@ def _converted(
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """A converted copy of ``source`` and the values of its ``get_attr`` nodes; its part of the plan is in ``parts``."""
     follows = settings.op_list.placement == "follow"
-    graph = expand(source, dispatch_of(settings, source)) if follows else copy_graph(source)
+    graph = expand(source, dispatch_of(settings, source)) if follows else _unfollowed(copy_graph(source))
     values, inner = dict(attributes), replace(settings, keep_output_dtype=True)
     magnitudes = settings.ranges.magnitudes(settings.mode) if settings.ranges is not None else {}
     known = settings.prices.sensitivity.effects_in(settings.mode) if settings.prices is not None else {}

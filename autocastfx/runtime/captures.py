@@ -27,7 +27,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.capture.stored_results import stored_results
 from autocastfx.capture.torch_modules import pads, tell_of_padding
-from autocastfx.graph.node import STORED, Held, path_and_around, set_value, value
+from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.recaptures import tell_of_recapture
@@ -254,7 +254,7 @@ class Captures:
         if pads() and not self._pads:
             self._pads = True
             tell_of_padding()
-        return partial(_run, weakref.ref(self), graph)
+        return partial(_run, weakref.ref(self), weakref.ref(graph))
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:
         """Let nodes know the captured module, and those around it: Dynamo names the modules inside of it alone."""
@@ -286,9 +286,9 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _run(of: weakref.ref[Captures], graph: CapturedGraph, *inputs: Any) -> Any:
-    runs, without, captures = NOW.runs, NOW.without, of()
-    if runs is None or captures is None:
+def _run(of: weakref.ref[Captures], kept: weakref.ref[CapturedGraph], *inputs: Any) -> Any:
+    runs, without, captures, graph = NOW.runs, NOW.without, of(), kept()
+    if runs is None or captures is None or graph is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     if without is None:
         return runs.run_graph(graph, inputs)
@@ -380,11 +380,12 @@ def _graph_of(
 
 
 def _read_globals(graph: fx.Graph, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read tensors that lie outside of the model and of the call by ``get_attr``; return them."""
+    """Read tensors that are none of the call's by ``get_attr``; return them."""
     outside: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="placeholder"):
         given = values.get(str(node.target))
-        if isinstance(given, torch.Tensor) and not isinstance(given, FakeTensor) and node.target not in names:
+        is_known = HELD in node.meta or not isinstance(given, FakeTensor)
+        if isinstance(given, torch.Tensor) and is_known and node.target not in names:
             node.op = "get_attr"
             outside[str(node.target)] = given
     return outside
@@ -430,8 +431,9 @@ def _order_inputs(graph: fx.Graph, names: Sequence[str], tensors: Sequence[torch
 
 
 def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
-    """Return the hooks of the modules in a model, by their numbers; its own run around the graph."""
-    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    parts = (module for module in model.modules() if module is not model)
-    named = ((id(module), table, getattr(module, table)) for module in parts for table in tables)
-    return frozenset((key, table, number) for key, table, hooks in named for number in hooks)
+    """Return the hooks in a model and on every module, by their numbers; its own run around the graph."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    parts = [module for module in model.modules() if module is not model]
+    named = [(id(module), kind, getattr(module, f"_{kind}_hooks")) for module in parts for kind in kinds]
+    named += [(0, kind, getattr(nn.modules.module, f"_global_{kind}_hooks")) for kind in kinds]
+    return frozenset((key, kind, number) for key, kind, hooks in named for number in hooks)

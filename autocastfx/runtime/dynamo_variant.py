@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.errors import VariantError
+from autocastfx.errors import UnmatchedRuleWarning, VariantError
 from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import mode_of
@@ -171,6 +171,14 @@ class DynamoVariant(Variant):
             if self.has_copies:
                 warnings.warn(
                     'weights="cached" has no effect under torch.compile: the graph casts its parameters in each call.',
+                    stacklevel=2,
+                )
+            if self.plan.saved:
+                warnings.warn(
+                    "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under "
+                    "'saved' have no effect there. torch._functorch.config.activation_memory_budget sets how much it "
+                    "keeps.",
+                    UnmatchedRuleWarning,
                     stacklevel=2,
                 )
             constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]

@@ -393,7 +393,8 @@ class AmpView(AmpModule):
             delattr(self._model, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._model)})
+        shown = set(object.__dir__(self)) - (set() if self._variants else _OF_A_GRAPH)  # tools read all that is there
+        return sorted({*shown, *dir(self._model)})
 
     def __len__(self) -> int:
         return len(self._model)
@@ -665,7 +666,8 @@ def captured_call(
     return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 
-_OWN = frozenset({"forward", "_observers", "_graph", "graph"})
+_OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
+_OF_A_GRAPH = {"_active", *dir(AmpModule)} - set(dir(nn.Module))
 _TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")
 # What the view does by itself; all other methods of nn.Module are the model's.
 _BY_ITSELF = ("__init__", "__call__", "_call_impl", "_wrapped_call_impl", "forward", "__repr__", "_apply", "__dir__")

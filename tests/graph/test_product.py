@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import autocastfx
@@ -199,19 +199,25 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-def test_a_size_that_is_1_in_the_example_alone_makes_no_sum() -> None:
-    captured = autocastfx.convert(Function(matmul), (ones(2, 7), ones(7, 2)), dtype="float16").variants[0].captured
+def at_any_size(*shapes: tuple[int, int]) -> fx.Node:
+    """The product in a graph that was captured at a second size, so that its sizes are symbols."""
+    amp_model = autocastfx.convert(Function(matmul), (ones(3, 3), ones(3, 3)), dtype="float16")
+    amp_model(*map(ones, shapes))
+    captured = amp_model.variants[-1].captured
     assert captured is not None
     (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
+    return node
+
+
+def test_a_size_that_is_1_in_the_example_alone_makes_no_sum() -> None:
+    node = at_any_size((2, 7), (7, 2))
     rows = node.args[0].meta["val"].shape[0]
     assert isinstance(rows, torch.SymInt), "rows may be of any number"
     assert product(node, "matrices", lambda size: 1) == Product(1)
 
 
 def test_the_largest_sizes_may_be_asked_for() -> None:
-    captured = autocastfx.convert(Function(matmul), (ones(9, 12), ones(12, 5)), dtype="float16").variants[0].captured
-    assert captured is not None
-    (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
+    node = at_any_size((9, 12), (12, 5))
     assert product(node, "matrices") == Product(12)
     assert product(node, "matrices", largest_size) == Product(math.inf)
 
@@ -272,21 +278,22 @@ def test_few_elements_in_the_example_are_many_in_a_longer_call(function: Callabl
 
     short = autocastfx.convert(model, (torch.randn(2, 4, 16),), dtype="bfloat16")
     assert last(short.plan) == "infer"
-    assert "<= 7" in str(short.variants[0].guard)
-    for length, variants in ((7, 1), (8, 2), (512, 2), (3, 2)):
+    for length, variants in ((4, 1), (7, 2), (8, 3), (512, 3), (3, 3), (7, 3)):
         short(torch.randn(2, length, 16))
         assert len(short.variants) == variants
-    assert last(short.variants[-1].plan) == "allow"
+    assert "<= 7" in str(short.variants[1].guard)
+    assert [last(variant.plan) for variant in short.variants] == ["infer", "infer", "allow"]
     long = autocastfx.convert(model, (torch.randn(2, 16, 16),), dtype="bfloat16")
     assert last(long.plan) == "allow"
-    long(torch.randn(2, 4, 16))
-    assert len(long.variants) == 1
+    for length in (32, 4, 64):
+        long(torch.randn(2, length, 16))
+    assert [last(variant.plan) for variant in long.variants] == ["allow", "allow"]
 
 
 def test_a_sum_that_is_short_in_the_example_is_limited_in_a_longer_call(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 8")
     amp_model = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(2, 8),), op_list=rules, dtype="float16")
-    for length, variants, dtype in ((8, 1, "float16"), (3, 1, "float16"), (9, 2, "float32")):
+    for length, variants, dtype in ((8, 1, "float16"), (3, 2, "float16"), (7, 2, "float16"), (9, 3, "float32")):
         amp_model(ones(2, length))
         assert len(amp_model.variants) == variants
         assert amp_model.variants[-1].plan["sum_1"].dtype == dtype

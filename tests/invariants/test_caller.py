@@ -43,9 +43,8 @@ def test_the_callers_module_and_settings_are_unmodified(context: str) -> None:
 def test_a_further_capture_leaves_the_callers_module_unmodified() -> None:
     model = Busy()
     amp_model = autocastfx.convert(model, (torch.randn(3, 8),), dtype="float16")
-    call = amp_model._signature.bind((torch.randn(5, 8),), {})
     before, now, captured = snapshot(model), settings_now(), len(amp_model.variants)
-    amp_model._mounted.capture(call, (False, True, False, True, False), amp_model._held())
+    amp_model._capture_first((torch.randn(5, 8),), {})
     assert len(amp_model.variants) == captured + 1
     assert settings_now() == now
     assert snapshot(model) == before

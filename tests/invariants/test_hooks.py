@@ -1,4 +1,4 @@
-"""Hooks on a model's modules: a graph holds what they do to tensors, and what it lacks is told or refused by name."""
+"""Hooks on a model's modules run as in the model; those of a backward inside of a graph are refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import autocastfx
 from autocastfx import AmpModule
-from autocastfx.errors import CaptureError, StateWarning
-from autocastfx.runtime.variant_table import HookWatch
+from autocastfx.errors import CaptureError
 from tests.helpers import relative_error
 
 LOW = torch.bfloat16
-CAPTURED = r"hooks on 'body\.0', 'head' ran while the model was captured\. .* autocastfx\.enable converts in place"
-LATE = "came after the model was converted, and its calls do not run them: a graph calls no modules"
 EPS = torch.finfo(LOW).eps
 
 
@@ -60,67 +57,64 @@ def is_near(amp_model: nn.Module, model: nn.Module, *inputs: Tensor) -> bool:
     return 0 < relative_error(amp_model(*inputs).detach(), model(*inputs).detach()) < 4 * EPS
 
 
-# ---- at conversion ---------------------------------------------------------------------------------------------------
+REFUSED = r"Module-level backwards hooks(.|\n)* convert in place, with autocastfx\.enable"
 
 
-def test_forward_hooks_are_in_the_graph_and_it_is_told_once_that_calls_run_none() -> None:
+def doubling(runs: list[str]) -> Callable[..., Any]:
+    def double(_: nn.Module, values: Any, *results: Any) -> Any:
+        runs.append("")
+        return 2 * results[0] if results else (2 * values[0], *values[1:])
+
+    return double
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("path", ["", "body", "body.0", "head"])
+@pytest.mark.parametrize("side", ["original", "converted"])
+def test_forward_hooks_run_in_each_call_whenever_they_come_and_until_they_go(
+    path: str, register: str, side: str
+) -> None:
     model, x = made()
     runs: list[str] = []
-
-    def double(name: str, _: nn.Module, values: Any, *results: Any) -> Any:
-        runs.append(name)
-        return 2 * results[0] if results else (2 * values[0],)
-
-    model.body[0].register_forward_pre_hook(partial(double, "before"))
-    model.head.register_forward_hook(partial(double, "after"))
-    with pytest.warns(StateWarning, match=CAPTURED) as told:
-        amp_model = converted(model, x)
-    assert len(told) == 1  # of two captured variants
-    assert set(runs) == {"before", "after"}
-    assert is_near(amp_model, model, x)
-    runs.clear()
-    amp_model(x)
-    amp_model(x, torch.tensor(2.0))  # captured now, with the same hooks
-    assert set(runs) == {"before", "after"}
-    runs.clear()
-    amp_model(x, torch.tensor(2.0))
-    assert runs == []
+    first = getattr(model.get_submodule(path), register)(doubling(runs))
+    amp_model = converted(model, x)
+    later = getattr((model if side == "original" else amp_model).get_submodule(path), register)(doubling(runs))
+    for expected in (2, 1, 0):
+        for inputs in ((x,), (x, torch.tensor(2.0)), (x,)):
+            runs.clear()
+            amp_model(*inputs)
+            assert len(runs) == expected
+            assert is_near(amp_model, model, *inputs)
+        (first if expected == 2 else later).remove()
 
 
-def test_hooks_on_the_model_itself_are_told_and_find_its_arguments() -> None:
+def test_a_hook_runs_in_copies_as_in_the_model() -> None:
     model, x = made()
-    model.register_forward_pre_hook(lambda _, values: (2 * values[0], *values[1:]))
-    with pytest.warns(StateWarning, match="hooks on the model ran while the model was captured"):
-        amp_model = converted(model, x)
-    assert is_near(amp_model, model, x)
-    assert is_near(amp_model, model, x, torch.tensor(3.0))
-    assert torch.equal(amp_model(x, scale=torch.tensor(3.0)), amp_model(x, torch.tensor(3.0)))
+    amp_model = converted(model, x)
+    amp_model(x)
+    for twin in (copy.deepcopy(amp_model), pickle.loads(pickle.dumps(amp_model))):
+        twin(x)
+        twin.get_submodule("head").register_forward_hook(doubling([]))
+        assert torch.equal(twin(x), 2 * amp_model(x))
 
 
-def test_converted_without_inputs_the_first_call_tells() -> None:
+def test_converted_without_inputs_the_first_call_holds_them() -> None:
     model, x = made()
     amp_model = autocastfx.convert(model, dtype=LOW)
-    model.head.register_forward_hook(lambda *_: None)  # before the capture: the graph holds it
-    with pytest.warns(StateWarning, match="hooks on 'head' ran while the model was captured") as told:
-        amp_model(x)
-    assert len(told) == 1
-    amp_model(x)
-    other = autocastfx.convert(made()[0], dtype=LOW)
-    other.get_submodule("head").register_forward_hook(lambda *_: None)
-    with pytest.warns(StateWarning, match=f"hooks on 'head' {LATE}"):
-        other(x)
+    model.head.register_forward_hook(doubling([]))
+    assert is_near(amp_model, model, x)
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-@pytest.mark.parametrize("path", ["", "body.0"])
-def test_backward_hooks_are_refused_by_name(path: str, register: str) -> None:
+def test_pruning_after_the_conversion_is_followed() -> None:
     model, x = made()
-    handle = getattr(model.get_submodule(path), register)(lambda *_: None)
-    name = r"'body\.0'" if path else "the model"
-    with pytest.raises(CaptureError, match=rf"backward hooks on {name} would not run: .* with autocastfx\.enable"):
-        converted(model, x)
-    handle.remove()
-    assert is_near(converted(model, x), model, x)
+    amp_model = converted(model, x)
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    assert is_near(amp_model, model, x)
+    prune.remove(model.head, "weight")
+    assert is_near(amp_model, model, x)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +151,50 @@ def register_on_every(name: str, hook: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize(
     "every", ["register_module_forward_hook", "register_module_forward_pre_hook"], indirect=["every"]
 )
-def test_forward_hooks_on_every_module_are_in_the_graph_and_told(every: str) -> None:
+def test_forward_hooks_on_every_module_run_whenever_they_come(every: str) -> None:
     model, x = made()
-    handle = register_on_every(every, lambda *_: None)
-    with pytest.warns(StateWarning, match="hooks on every module of the process ran while the model was captured"):
-        amp_model = converted(model, x)
+    runs: list[str] = []
+    handle = register_on_every(every, doubling(runs))
+    amp_model = converted(model, x)
+    assert is_near(amp_model, model, x)
     handle.remove()
     assert is_near(amp_model, model, x)
-    register_on_every(every, lambda *_: None)
-    with pytest.warns(StateWarning, match=f"hooks on every module of the process {LATE}") as told:
-        amp_model(x)
-    assert len(told) == 1
+    register_on_every(every, doubling(runs))
+    assert is_near(amp_model, model, x)
+    runs.clear()
     amp_model(x)
+    assert len(runs) == len(list(model.modules()))
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_model_itself_run(register: str) -> None:
+    model, x = made()
+    runs: list[str] = []
+    getattr(model, register)(lambda *_: runs.append("first"))
+    amp_model = converted(model, x.requires_grad_())
+    getattr(amp_model, register)(lambda *_: runs.append("second"))
+    amp_model(x).sum().backward()
+    assert sorted(runs) == ["first", "second"]
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("path", ["body", "body.0"])
+def test_backward_hooks_inside_are_refused(path: str, register: str) -> None:
+    model, x = made()
+    handle = getattr(model.get_submodule(path), register)(lambda *_: None)
+    with pytest.raises(CaptureError, match=REFUSED):
+        converted(model, x)
+    handle.remove()
+    amp_model = converted(model, x)
+    assert is_near(amp_model, model, x)
+    handle = getattr(amp_model.get_submodule(path), register)(lambda *_: None)
+    with pytest.raises(CaptureError, match=REFUSED):
+        amp_model(x)
+    handle.remove()
+    assert is_near(amp_model, model, x)
 
 
 @pytest.mark.parametrize(
@@ -177,55 +203,16 @@ def test_forward_hooks_on_every_module_are_in_the_graph_and_told(every: str) -> 
 def test_backward_hooks_on_every_module_are_refused(every: str) -> None:
     model, x = made()
     handle = register_on_every(every, lambda *_: None)
-    with pytest.raises(CaptureError, match="backward hooks on every module of the process would not run"):
+    with pytest.raises(CaptureError, match=REFUSED):
         converted(model, x)
     handle.remove()
     amp_model = converted(model, x)
     register_on_every(every, lambda *_: None)
-    with pytest.warns(StateWarning, match=f"hooks on every module of the process {LATE}"):
+    with pytest.raises(CaptureError, match=REFUSED):
         amp_model(x)
 
 
-# ---- later -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-@pytest.mark.parametrize("side", ["original", "converted"])
-def test_a_hook_that_comes_later_is_told_by_name_at_the_next_call(side: str, register: str) -> None:
-    model, x = made()
-    amp_model = converted(model, x)
-    root = model if side == "original" else amp_model
-    getattr(root.get_submodule("head"), register)(lambda *_: None)
-    with pytest.warns(StateWarning, match=f"hooks on 'head' {LATE}") as told:
-        amp_model(x)
-    assert len(told) == 1
-    getattr(root.get_submodule("head"), register)(lambda *_: None)  # a second one on the same module
-    amp_model(x)
-    getattr(root.get_submodule("body.0"), register)(lambda *_: None)
-    with pytest.warns(StateWarning, match=rf"hooks on 'body\.0' {LATE}"):
-        amp_model(x)
-
-
-def test_a_hook_on_the_original_itself_is_told_and_one_on_the_converted_model_runs() -> None:
-    model, x = made()
-    amp_model = converted(model, x.requires_grad_())
-    amp_model(x)
-    runs: list[str] = []
-    amp_model.register_forward_hook(lambda *_: runs.append("forward"))
-    amp_model.register_full_backward_hook(lambda *_: runs.append("backward"))
-    amp_model(x).sum().backward()
-    assert runs == ["forward", "backward"]
-    model.register_forward_hook(lambda *_: None)
-    with pytest.warns(StateWarning, match=f"hooks on the model {LATE}"):
-        amp_model(x)
-
-
-def test_pruning_after_the_conversion_is_told() -> None:
-    model, x = made()
-    amp_model = converted(model, x)
-    prune.l1_unstructured(model.head, "weight", 0.5)
-    with pytest.warns(StateWarning, match=f"hooks on 'head' {LATE}"):
-        amp_model(x)
+# ---- neither ---------------------------------------------------------------------------------------------------------
 
 
 def test_other_hooks_are_no_concern() -> None:
@@ -236,30 +223,7 @@ def test_other_hooks_are_no_concern() -> None:
     model.head.weight.register_hook(lambda grad: grad)
     model.head.register_forward_hook(lambda *_: None).remove()
     amp_model(x).sum().backward()
-
-
-def test_there_is_one_look_for_all_hooks_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = made()
-    amp_model = converted(model, x)
-    amp_model(x)
-    looks: list[object] = []
-    monkeypatch.setattr(HookWatch, "tell_late", lambda *_: looks.append(None))
-    amp_model(x)
-    assert looks == []
-    x.requires_grad_().register_hook(lambda grad: grad)
-    amp_model(x)
-    assert len(looks) == 1
-
-
-def test_a_copy_tells_of_its_own_and_without_the_original_there_is_its_side_alone() -> None:
-    model, x = made()
-    amp_model = converted(model, x)
-    for twin in (copy.deepcopy(amp_model), pickle.loads(pickle.dumps(amp_model))):
-        twin(x)
-        twin.get_submodule("head").register_forward_hook(lambda *_: None)
-        with pytest.warns(StateWarning, match=f"hooks on 'head' {LATE}"):
-            twin(x)
-    amp_model(x)
+    assert len(amp_model.variants) == 1
 
 
 def test_a_model_that_stores_16_bits_holds_no_original_for_it() -> None:

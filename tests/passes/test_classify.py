@@ -458,7 +458,9 @@ def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: 
             return x.tanh() if self.training else x.sin()
 
     rules = op_list(tmp_path, "deny: [sin, tanh]")
-    autocastfx.convert(Net(), (x,), op_list=["default", rules], dtype="float16")
+    amp_model = autocastfx.convert(Net(), (x,), op_list=["default", rules], dtype="float16")
+    amp_model.eval()(x)
+    assert [variant.plan.nodes[0].op for variant in amp_model.variants] == ["tanh", "sin"]
 
 
 def test_rules_that_contradict_each_other_for_a_node_are_refused(tmp_path: Path) -> None:

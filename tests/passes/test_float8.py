@@ -192,10 +192,9 @@ def test_sizes_that_the_call_decides() -> None:
     with pytest.warns(UnmatchedRuleWarning, match="M is not known before the call"):
         convert(Function(some), x, w, lists=rules(least={"M": 4}))
     model = Attention()
-    draft = autocastfx.convert(model, dtype=LOW, op_list=rules())
-    assert set(planned(draft).values()) == {"no float8: N is not known before the call"}
-    draft(torch.randn(2, 16, 64))
-    assert planned(draft)["q"] == "rowwise"
+    later = autocastfx.convert(model, dtype=LOW, op_list=rules())
+    later(torch.randn(2, 16, 64))
+    assert planned(later)["q"] == "rowwise"
 
 
 # -- numerics ---------------------------------------------------------------------------------------------------------

@@ -329,8 +329,9 @@ def test_an_unpickled_model_computes_the_same(frozen: autocastfx.AmpModule) -> N
     x = torch.randn(3, 8)
     unpickled = pickle.loads(pickle.dumps(frozen))
     assert torch.equal(unpickled(x), frozen(x))
-    assert unpickled.plan == frozen.plan
-    assert [n.name for n in unpickled.graph.nodes] == [n.name for n in frozen.graph.nodes]
+    frozen(torch.randn(2, 8))
+    unpickled(torch.randn(2, 8))
+    assert [v.plan.recomposed for v in unpickled.variants][-1] == frozen.plan.recomposed
 
 
 def test_the_operator_stands_for_its_modules_and_its_line(frozen: autocastfx.AmpModule) -> None:

@@ -243,23 +243,27 @@ def test_many_lines_that_speak_of_no_node_are_counted(usual: Plan, tmp_path: Pat
         assert convert(path).plan == usual
 
 
+class Grown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x @ x.transpose(0, 1)).softmax(-1)
+        return y * 2 if x.shape[0] > 3 else y
+
+
 def test_a_plan_applies_to_both_modes_to_other_sizes_and_after_pickling(usual: Plan, tmp_path: Path) -> None:
     amp_model = convert(edited(usual, tmp_path, *placed("softmax", "low")))
-    assert [str(v.plan["softmax"].placement.run) for v in amp_model.variants] == ["low", "low"]
     (tmp_path / "plan.json").unlink()  # it was read
-    assert pickle.loads(pickle.dumps(amp_model)).plan == amp_model.plan
-
-    class Grown(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = (x @ x.transpose(0, 1)).softmax(-1)
-            return y * 2 if x.shape[0] > 3 else y
+    assert str(amp_model.plan["softmax"].placement.run) == "low"
 
     model = Grown().eval()
     plan = autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16).plan
     path = edited(plan, tmp_path, *placed("softmax", "low"))
     amp_model = autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16, plan=path)
+    path.unlink()
+    twin = pickle.loads(pickle.dumps(amp_model))
+    twin(torch.rand(5, 8))
+    assert str(twin.plan["softmax"].placement.run) == "low"
     amp_model(torch.rand(5, 8))
-    assert len(amp_model.variants) == 3
+    assert len(amp_model.variants) == 2
     assert {str(v.plan["softmax"].placement.run) for v in amp_model.variants} == {"low"}
 
 

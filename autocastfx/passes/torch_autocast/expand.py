@@ -143,7 +143,11 @@ class _Run:
                     traced.graph.eliminate_dead_code()
                     if values is not current:
                         _set_values(traced, current)
-                except (RuntimeError, TypeError):
+                except (
+                    RuntimeError,
+                    TypeError,
+                    AssertionError,
+                ):  # the last for a tensor that the kernel makes of a number
                     continue
             holds_constant = any(part.op == "get_attr" for part in traced.graph.nodes)
             return None if holds_constant else traced
