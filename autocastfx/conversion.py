@@ -225,6 +225,8 @@ def convert(
             if is_given:
                 _bind(signature, module, args, kwargs)
                 amp_model._capture_first(args, kwargs)
+            else:
+                amp_model.__dict__["_tell"] = _tell_first
         elif is_given:
             _capture_first(amp_model, _bind(signature, module, args, kwargs))
         else:
@@ -302,6 +304,12 @@ def _converted_function(options: Mapping[str, Any], function: Any) -> AmpModule:
             "with its tensors."
         )
     return convert(function, **options)
+
+
+def _tell_first(amp_model: AmpModule) -> None:
+    """Warn at the first call of a model that was converted without inputs."""
+    conversion_warnings.warn_of_slow_kernels(amp_model, amp_model._original.converter.low)
+    _tell_unmatched(amp_model)
 
 
 def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool = True) -> None:

@@ -290,7 +290,7 @@ def plain_error(
     """
     from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 
-    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, (AutocastFXError, Warning)):
         return error.inner_exception
     if str(error).startswith(_NOTHING):
         return CaptureError(

@@ -208,6 +208,8 @@ class AmpView(AmpModule):
         variant.mount(f"{_TABLE}.{number}", self._signature)
         self._variants.add_module(str(number), variant)
         self._made[graph] = variant
+        if (tell := self.__dict__.pop("_tell", None)) is not None:
+            tell(self)
         return variant
 
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedGraph:
@@ -328,6 +330,10 @@ class AmpView(AmpModule):
             f"AmpModule of {self._original.class_name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
             f"  {variant.mode} mode, 1 of {len(self._shown)} variants: {counts}; {len(plan.casts)} casts"
         )
+
+    def __str__(self) -> str:
+        """Show the code, if there is any."""
+        return super().__str__() if self._variants else repr(self)
 
     # ---- the model's own state and methods ---------------------------------------------------------------------------
 
