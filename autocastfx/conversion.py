@@ -223,6 +223,8 @@ def convert(
             amp_model = view(Captures(module, signature, whole), converter, target, leaves)
             if is_given:
                 amp_model._capture_first(args, kwargs)
+            else:
+                amp_model.__dict__["_tell"] = _tell_first
         if check and (weights == "low" or not is_given):
             raise UnsupportedError(
                 "check=True compares the graph with the model in a call: give example inputs, and weights of 'cast' or "
@@ -294,6 +296,12 @@ def _converted_function(options: Mapping[str, Any], function: Any) -> AmpModule:
             "with its tensors."
         )
     return convert(function, **options)
+
+
+def _tell_first(amp_model: AmpModule) -> None:
+    """Warn at the first call of a model that was converted without inputs."""
+    conversion_warnings.warn_of_slow_kernels(amp_model, amp_model._original.converter.low)
+    _tell_unmatched(amp_model)
 
 
 def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool = True) -> None:

@@ -25,7 +25,7 @@ from autocastfx.capture.float_arguments import floats_kept
 from autocastfx.capture.gradient_mode import asking_mends
 from autocastfx.capture.kept_objects import object_mends
 from autocastfx.capture.kept_whole import keeping_mends
-from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.leave_intact import Shared, capturing
 from autocastfx.capture.messages import messages_after_graph
 from autocastfx.capture.stored_results import storing_mends
 from autocastfx.capture.user_casts import mends_that_note
@@ -55,7 +55,8 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
             "call would run in float32. Turn it on, or use what amp_model.freeze(*inputs) has made."
         )
     context.callback = _Capturing(
-        context.callback, (quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around)
+        context.callback,
+        (capturing, quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around),
     )
     return context(function)
 
@@ -297,7 +298,7 @@ def plain_error(
     """
     from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 
-    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, (AutocastFXError, Warning)):
         return error.inner_exception
     if str(error).startswith(_NOTHING):
         return CaptureError(

@@ -130,7 +130,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     for environment, guard in ((e, guard) for e in environments for guard in e.guards):
         expression = environment.replace(guard.expr)
         names = {symbol.name for symbol in expression.free_symbols}
-        if expression != sympy.true and names and names <= symbols.keys():
+        if expression != sympy.true and names & symbols.keys():  # others may be sizes of an input that no node reads
             condition = _python(expression)
             pinned = {f"{name} == {captured[i][d]}": None for name, i, d in symbols.values() if name in names}
             made = {condition: None} if holds_when_captured(condition) else pinned

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
-from autocastfx.capture.leave_intact import garbage_left, isolated, own_thread_state
+from autocastfx.capture.leave_intact import capturing, garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
@@ -210,11 +210,13 @@ class AmpView(AmpModule):
         number = len(self._variants) if before is None else list(self._variants).index(before)
         device = self._original.device or graph.captured.device
         working = stage(f"converting {len(graph.captured.graph.nodes)} nodes for {device.type}", "passes")
-        with own_thread_state(), garbage_left(), working:
+        with capturing(), own_thread_state(), garbage_left(), working:  # torch traces in one thread at a time
             variant = converted_variant(self._converter, graph, graph.read(self._held()), device)
         variant.mount(f"{_TABLE}.{number}", self._signature)
         self._variants.add_module(str(number), variant)
         self._made[graph] = variant
+        if (tell := self.__dict__.pop("_tell", None)) is not None:
+            tell(self)
         return variant
 
     def _probe(
@@ -353,6 +355,10 @@ class AmpView(AmpModule):
             f"AmpModule of {self._original.class_name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
             f"  {variant.mode} mode, 1 of {len(self._shown)} variants: {counts}; {len(plan.casts)} casts"
         )
+
+    def __str__(self) -> str:
+        """Show the code, if there is any."""
+        return super().__str__() if self._variants else repr(self)
 
     # ---- the model's own state and methods ---------------------------------------------------------------------------
 

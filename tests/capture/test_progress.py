@@ -57,14 +57,10 @@ def test_a_conversion_tells_its_captures() -> None:
     with heard() as lines:
         autocastfx.convert(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), dtype=torch.bfloat16)
     told = [line.partition(":")[0] for line in lines]
-    converting = "converting 5 nodes for cpu"
-    assert told == [
-        *("capturing Sequential in train mode", converting, "capturing Sequential in eval mode"),
-        *("compared with the model", "converted Sequential in " + lines[-1].split()[3] + " s"),
-    ]
-    assert re.fullmatch(
-        r"converted Sequential in \d+\.\d s: capture \d+\.\d, passes \d+\.\d, code \d+\.\d, check \d+\.\d", lines[-1]
-    )
+    assert told[0] == "capturing Sequential in train mode"
+    assert set(told[1:-2]) == {"converting 5 nodes for cpu"}
+    assert told[-2:] == ["compared with the model", "converted Sequential in " + lines[-1].split()[3] + " s"]
+    assert re.fullmatch(r"converted Sequential in \d+\.\d s: capture \d+\.\d, passes \d+\.\d, check \d+\.\d", lines[-1])
 
 
 def test_a_conversion_without_inputs_tells_its_capture_at_the_first_call() -> None:
@@ -73,7 +69,7 @@ def test_a_conversion_without_inputs_tells_its_capture_at_the_first_call() -> No
     assert [re.match(r"prepared Linear in \d+\.\d s", line) is not None for line in lines] == [True]
     with heard() as lines:
         amp_model(torch.randn(2, 4))
-    assert [line.partition(":")[0] for line in lines] == ["capturing Linear in eval mode", "converting 4 nodes for cpu"]
+    assert [line.partition(":")[0] for line in lines] == ["capturing Linear in eval mode", "converting 5 nodes for cpu"]
 
 
 def test_parts_add_up_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,10 @@ def test_conversions_in_a_loop_do_not_grow(given: bool) -> None:
 
 
 def test_the_source_of_a_graph_is_there_for_as_long_as_the_graph() -> None:
+    before = kept()[0]
     amp_model = autocastfx.convert(nn.Linear(8, 8), (torch.randn(3, 8),), dtype=torch.bfloat16)
-    names = kept()[0]
+    names = kept()[0] - before
     sources = ["".join(linecache.getlines(name)) for name in names]
-    assert sources.count(amp_model.code) >= 1
+    assert any("torch.ops.aten.linear.default" in source for source in sources)
     del amp_model
-    assert len(kept()[0]) == len(names) - 4  # in training and in evaluation, as compilers trace it and as it runs
+    assert not names & kept()[0]
