@@ -53,9 +53,7 @@ def note_call(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def written_out(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return a function that Dynamo follows in the place of torch's, which reads numbers; None if it follows that."""
-    from torch._dynamo.variables import SymNodeVariable
-
-    if function is F.batch_norm and not any(isinstance(one, SymNodeVariable) for one in (*args, *kwargs.values())):
+    if function is F.batch_norm and not any(map(_is_of_tensor, (*args, *kwargs.values()))):
         return None
     return _WRITTEN_OUT.get(cast("Any", function)) if isinstance(function, Hashable) else None
 
@@ -108,6 +106,14 @@ _WRITTEN_OUT: Mapping[Any, Any] = {
 
 def _may_leave_zeros(encoder: nn.TransformerEncoder) -> bool:
     return bool(encoder.use_nested_tensor) and not encoder.training
+
+
+def _is_of_tensor(variable: Any) -> bool:
+    """True for a number that Dynamo reads from a tensor, and not from Python."""
+    from torch._dynamo.variables import SymNodeVariable
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return isinstance(variable, SymNodeVariable) and bool(free_unbacked_symbols(variable.sym_num))
 
 
 def _is_none(variable: Any) -> bool:

@@ -518,6 +518,7 @@ class AmpView(AmpModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpView:
         model = copy.deepcopy(self._model, memo)
         made = self._like(Captures(model, self._signature, self._captures._whole))
+        made.__dict__.update({key: one for key, one in self.__dict__.items() if key == "_tell"})
         memo[id(self)] = made
         return made
 
@@ -526,7 +527,8 @@ class AmpView(AmpModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         origin = self._original
-        return _restored, (self._model, origin.converter, origin.device, origin.leaves)
+        tell = self.__dict__.get("_tell")
+        return _restored, (self._model, origin.converter, origin.device, origin.leaves, tell)
 
 
 class _Probe:
@@ -641,9 +643,17 @@ def _the_models(name: str) -> property:
     return property(lambda self: self.__getattr__(name))
 
 
-def _restored(model: nn.Module, converter: Any, device: torch.device | None, leaves: tuple[str, ...]) -> AmpView:
-    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
-    return view(captures, converter, device, leaves)
+def _restored(
+    model: nn.Module,
+    converter: Any,
+    device: torch.device | None,
+    leaves: tuple[str, ...],
+    tell: Callable[[AmpView], None] | None = None,
+) -> AmpView:
+    amp_model = view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), converter, device, leaves)
+    if tell is not None:
+        amp_model.__dict__["_tell"] = tell
+    return amp_model
 
 
 def captured_call(
