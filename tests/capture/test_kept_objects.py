@@ -17,11 +17,6 @@ from autocastfx.errors import CaptureError
 X = torch.linspace(-2, 2, 128).view(16, 8)
 
 
-@pytest.fixture(autouse=True)
-def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
-
-
 class Noisy(nn.Module):
     """Draws in several ways from a generator of its own."""
 

@@ -109,11 +109,6 @@ WHOLE: dict[str, tuple[Callable[[Between, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
-
-
 def converted(model: nn.Module, lists: Any, way: str) -> nn.Module:
     if way == "convert":
         return autocastfx.convert(model, X, dtype="bfloat16", op_list=lists)

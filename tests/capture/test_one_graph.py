@@ -23,11 +23,6 @@ WEIGHT = torch.ones(8, 8, requires_grad=True)
 SCALE = 2.0
 
 
-@pytest.fixture(autouse=True)
-def _views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.conversion._VIEWS", True)
-
-
 class Net(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -128,7 +123,10 @@ ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
     "an assertion": (asserts, f"Net fails: .*assert.*{HERE}{ITSELF}"),
     "a size": (lambda m, x: x @ torch.zeros(5, 2), rf"Net fails: .*\[16, 8\] X \[5, 2\]\.{HERE}{ITSELF}"),
     "a branch": (lambda m, x: x if x.sum() > 0 else -x, f"in one graph: Data-dependent branching.*{HERE}{VALUES}"),
-    "equality": (lambda m, x: x if torch.equal(x, x) else -x, f"aten.equal.default.*{HERE}{VALUES}"),
+    "equality": (
+        lambda m, x: x if torch.equal(x, x) else -x,
+        f"Could not guard on data-dependent expression.*{HERE}{VALUES}",
+    ),
     "a clock": (lambda m, x: x * __import__("time").time(), f"{HERE}Write this line so that one graph holds it"),
 }
 
@@ -173,7 +171,9 @@ def test_a_function_follows_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> No
     "function", [lambda x: LAYER(x), lambda x: x @ WEIGHT, lambda x: (lambda w=WEIGHT: x @ w)()], ids=["a", "b", "c"]
 )
 def test_a_function_that_reads_what_is_trained_is_refused(function: Callable[..., Any]) -> None:
-    said = r"the function function reads a tensor from around it that requires a gradient \(.*, \[8, 8\]\)\. .*Module"
+    said = (
+        r"the function function reads a tensor from around it that requires a gradient \(\[8, 8\], at .*\)\. .*Module"
+    )
     with pytest.raises(UnsupportedError, match=said):
         autocastfx.convert(function, X, dtype="bfloat16")
     late = autocastfx.convert(function, dtype="bfloat16")
