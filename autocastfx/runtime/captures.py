@@ -59,6 +59,7 @@ class Now(threading.local):
 
 
 NOW = Now()
+_NO_SYMBOLS = "expected to contain only concrete integers"  # as torch says it, of ``randn(generator=...)``
 
 
 @dataclass
@@ -144,6 +145,7 @@ class Captures:
     ) -> None:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
+        self._is_static = False  # an operator takes no symbolic sizes: there is a graph for each size
         self._pads = False  # that it computes padded places is told once
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
@@ -151,6 +153,8 @@ class Captures:
 
     def _begin(self) -> None:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
+        if self._is_static:
+            around.append(partial(torch._dynamo.config.patch, automatic_dynamic_shapes=False))
         self._call = compiled_in_one_graph(forward_caller(self.model), self._backend, around)
 
     def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
@@ -165,6 +169,10 @@ class Captures:
                 return self._call(*args, **kwargs)
             return self._call_without_gradients(args, kwargs)
         except RuntimeError as error:
+            if not self._is_static and _NO_SYMBOLS in str(error):
+                self._is_static = True
+                self._begin()
+                return self.call(runs, args, kwargs, around=around)
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
@@ -179,8 +187,13 @@ class Captures:
             with torch.inference_mode(False) if is_inference else nullcontext(), torch.enable_grad():
                 return self._call(*args, **kwargs)
         except _AsksError:
-            NOW.without = None
-            return self._call(*args, **kwargs)
+            pass
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            self._asks = True  # forward writes into a leaf, as it may without gradients alone
+        NOW.without = None
+        return self._call(*args, **kwargs)
 
     def _look_at_hooks(self) -> None:
         """Capture anew if a module of the model has got a hook: Dynamo's guards do not look for the first of one."""
