@@ -38,6 +38,6 @@ def test_the_source_of_a_graph_is_there_for_as_long_as_the_graph() -> None:
     amp_model = autocastfx.convert(nn.Linear(8, 8), (torch.randn(3, 8),), dtype=torch.bfloat16)
     names = kept()[0] - before
     sources = ["".join(linecache.getlines(name)) for name in names]
-    assert any("torch.ops.aten.linear.default" in source for source in sources)
+    assert any("linear" in source for source in sources)
     del amp_model
     assert not names & kept()[0]
