@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule
-from autocastfx.capture.whole_calls import CHECKPOINT
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.plan.plan import Precision
@@ -234,7 +233,7 @@ def settings_now() -> list[Any]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.autograd.Function.__dict__.get("apply"),
-        vars(torch.utils.checkpoint)[CHECKPOINT],
+        torch.utils.checkpoint.checkpoint,
         torch.fx.experimental._config.backed_size_oblivious,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
