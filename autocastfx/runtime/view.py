@@ -683,7 +683,7 @@ def captured_call(
 
 
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
-_OF_A_GRAPH = {"_active", *dir(AmpModule)} - set(dir(nn.Module))
+_OF_A_GRAPH = {"_active", "_graph", *dir(AmpModule)} - set(dir(nn.Module))
 _TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")
 # What the view does by itself; all other methods of nn.Module are the model's.
 _BY_ITSELF = ("__init__", "__call__", "_call_impl", "_wrapped_call_impl", "forward", "__repr__", "_apply", "__dir__")

@@ -233,6 +233,7 @@ def settings_now() -> list[Any]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.autograd.Function.__dict__.get("apply"),
+        torch.utils.checkpoint.checkpoint,
         torch.fx.experimental._config.backed_size_oblivious,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx.capture.call import CallSignature
 from autocastfx.errors import UnsupportedError, VariantError
+from tests.helpers import relative_error
 from tests.invariants.pair import Pair, net, settings_now, snapshot
 
 
@@ -56,16 +57,20 @@ def test_an_opaque_object_is_refused_before_anything_is_touched(given: Any, name
     before, now = snapshot(model), settings_now()
     with pytest.raises(UnsupportedError, match=f"{named}, which a graph cannot hold.* registered pytrees"):
         autocastfx.convert(model, (x, given), dtype=torch.bfloat16)
-    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
-    count = len(amp_model.variants)
-    with pytest.raises(UnsupportedError, match=named):
-        amp_model(x, cache=given)
-    with pytest.raises(UnsupportedError, match=named):
-        autocastfx.convert(model, dtype=torch.bfloat16)(x, given)
-    assert len(amp_model.variants) == count
     assert (snapshot(model), settings_now()) == (before, now)
     if isinstance(given, Cache):
         assert given.kept == []
+
+
+def test_a_later_call_may_bring_an_object_and_changes_it_as_the_model_does() -> None:
+    model, x = net(with_cache), torch.randn(2, 8)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    for _ in range(2):
+        cache = Cache()
+        assert relative_error(amp_model(x, cache=cache), model(x)) < 4 * torch.finfo(torch.bfloat16).eps
+        (kept,) = cache.kept
+        assert relative_error(kept, model.a(x)) < 4 * torch.finfo(torch.bfloat16).eps
+    assert len(amp_model.variants) == 2
 
 
 class Color(enum.Enum):

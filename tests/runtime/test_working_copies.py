@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import autocastfx
 from autocastfx import AmpModule, Plan
-from autocastfx.errors import UnsupportedError
+from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.node import origin
 from autocastfx.passes import insert_casts
 from autocastfx.passes.analysis import place_cheaply
@@ -788,7 +788,9 @@ def test_the_dump_shows_which_parameter_is_read() -> None:
     assert "weight, bias → bfloat16 (working copy)" in autocastfx.dump(cached, width=None)
     assert "# + working copy of fc.weight: float32 → bfloat16" in autocastfx.dump(cached, format="python")
     assert '"working copy\\nfloat32 → bfloat16"' in autocastfx.dump(cached, format="dot")
-    again = autocastfx.dump(pickle.loads(pickle.dumps(cached)), width=None)
+    twin = pickle.loads(pickle.dumps(cached))
+    twin(*inputs(CNN))
+    again = autocastfx.dump(twin, width=None)
     assert "weight, bias → bfloat16 (working copy)" in again
 
 
@@ -855,7 +857,8 @@ def test_a_view_that_steps_by_an_inputs_size_is_read_in_float32() -> None:
     for rows in (4, 3, 5, 4):  # at 3 the rows overlap
         x = torch.randn(rows, 8)
         assert torch.equal(amp_model(x), cast(x))
-    assert [variant.plan["as_strided"].dtype for variant in amp_model.variants] == ["bfloat16", "float32"]
+    fixed, *others = [variant.plan["as_strided"].dtype for variant in amp_model.variants]
+    assert (fixed, set(others)) == ("bfloat16", {"float32"})
 
 
 def _views() -> tuple[AmpModule, AmpModule]:
@@ -906,6 +909,6 @@ def test_sharded_it_is_refused(whole: bool) -> None:
         _, amp_model = pair(CNN)
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         fully_shard(amp_model if whole else amp_model.fc, mesh=mesh)
-    said = r'fully_shard.*Convert with weights="cast"' if whole else r"'fc\.weight' is a DTensor.*given to fully_shard"
-    with pytest.raises(UnsupportedError, match=said):
+    error, said = (UnsupportedError, r'fully_shard.*weights="cast"') if whole else (CaptureError, "cannot be captured")
+    with pytest.raises(error, match=said):
         amp_model(*inputs(CNN))

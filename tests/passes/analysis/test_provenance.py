@@ -57,8 +57,8 @@ PARAMETERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "two joined by a choice": lambda m, x: torch.where(x > 0, m.weight, m.scale),
 }
 OUTSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
-    "an input": lambda m, x: x.mT,
-    "a buffer": lambda m, x: m.held.mT,
+    "an input": lambda m, x: x.mT.neg(),
+    "a buffer": lambda m, x: m.held.mT.neg(),
     "new numbers": lambda m, x: torch.arange(8.0),
     "a cast from integers": lambda m, x: (x > 0).float(),
     "a sum with one": lambda m, x: x @ m.weight + x,
