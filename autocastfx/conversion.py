@@ -34,7 +34,7 @@ from autocastfx.capture.call import (
     refuse_scripted,
 )
 from autocastfx.capture.kept_whole import functions_at
-from autocastfx.capture.leave_intact import capturing
+from autocastfx.capture.leave_intact import capturing, modes_after
 from autocastfx.capture.progress import parts, stage
 from autocastfx.errors import (
     ArgumentTypeError,
@@ -49,12 +49,10 @@ from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report import conversion_warnings
-from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.behaviour import Difference, FewRows, compare_calls, trials_of
+from autocastfx.runtime.amp_module import AmpModule, view
+from autocastfx.runtime.behaviour import Difference, FewRows, Trial, compare_calls, trials_of
 from autocastfx.runtime.captures import Captures
-from autocastfx.runtime.modes import modes_after
 from autocastfx.runtime.stored_low import stored_low
-from autocastfx.runtime.view import AmpView, view
 
 _LOG = logging.getLogger("autocastfx")
 _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
@@ -218,7 +216,7 @@ def convert(
     with parts(done):
         whole = functions_at(leaves)
         if weights == "low":
-            amp_model: AmpView = stored_low(module, signature, converter, target, leaves, whole, args, kwargs)
+            amp_model: AmpModule = stored_low(module, signature, converter, target, leaves, whole, args, kwargs)
         else:
             amp_model = view(Captures(module, signature, whole), converter, target, leaves)
             if is_given:
@@ -435,9 +433,8 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         if (other := bare[trial.modes]) is None:
             return "what was captured is not at hand"
         began = time.perf_counter()
-        compared = compare_calls(
-            module, other, [trial], FewRows(lambda _: other._with_own_captures(), spent) if spent is not None else None
-        )
+        few = None if spent is None else FewRows(partial(_with_own_captures, other), spent)
+        compared = compare_calls(module, other, [trial], few)
         took = time.perf_counter() - began
         calls += compared.calls
         dropped += compared.dropped
@@ -454,6 +451,10 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
             "convert(check=False) hands the graph out all the same."
         )
     return "" if calls else "; ".join(dropped)
+
+
+def _with_own_captures(amp_model: AmpModule, _: Trial) -> AmpModule:
+    return amp_model._with_own_captures()
 
 
 def convert_captured(

@@ -45,9 +45,9 @@ from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from autocastfx.runtime.amp_module import view
 from autocastfx.runtime.captures import CapturedGraph, Captures
-from autocastfx.runtime.dynamo_variant import converted_variant
-from autocastfx.runtime.view import view
+from autocastfx.runtime.variant import converted_variant
 from benchmarks.command import Command, verdict
 from benchmarks.store import Store
 from benchmarks.zoo import FIRST_SIZE, MODELS, MODES, ZooModel

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.graph.alias import alias_sets
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define("data(Tensor(a) self) -> Tensor(a)")
@@ -47,15 +46,6 @@ _LIBRARY.impl("set_data", _set_data, "CompositeImplicitAutograd")
 data = torch.ops.autocastfx.data.default
 set_data = torch.ops.autocastfx.set_data.default
 READS = (cast("Any", torch.Tensor.data).__get__, cast("Any", torch._C)._autograd._get_data_attr)  # the latter Dynamo's
-
-
-def detach_unwritten(graph: fx.Graph) -> None:
-    """Replace ``x.data`` by ``x.detach()``, which lists know, if nothing writes into the storage."""
-    reads = [node for node in graph.nodes if node.target is data]
-    written = alias_sets(graph) if reads else {}
-    for node in reads:
-        if node not in written and graph.output_node() not in node.users:
-            node.target = torch.ops.aten.detach.default
 
 
 def keeps_form(old: Any, new: Any) -> bool:

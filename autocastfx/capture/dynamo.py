@@ -20,17 +20,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.call import CallSignature, sized
-from autocastfx.capture.failure import place, quiet_logs
-from autocastfx.capture.float_arguments import floats_kept
-from autocastfx.capture.gradient_mode import asking_mends
-from autocastfx.capture.kept_objects import object_mends
-from autocastfx.capture.kept_whole import keeping_mends
-from autocastfx.capture.leave_intact import Shared, capturing
-from autocastfx.capture.messages import messages_after_graph
-from autocastfx.capture.stored_results import storing_mends
-from autocastfx.capture.user_casts import mends_that_note
-from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
+from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
+from autocastfx.capture.leave_intact import Shared, capturing, quiet_logs
+from autocastfx.capture.mended import asking_mends, messages_after_graph, object_mends, storing_mends
+from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
+from autocastfx.graph.node import place
 from autocastfx.graph.sizes import any_size
 
 Around = Callable[[], AbstractContextManager[object]]

@@ -23,18 +23,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
-from autocastfx.capture.data_writes import READS, data, detach_unwritten, keeps_form, set_data
-from autocastfx.capture.failure import line_of
-from autocastfx.capture.float_arguments import keeping_floats
+from autocastfx.capture.data_writes import READS, data, keeps_form, set_data
+from autocastfx.capture.kept_whole import AutogradCall, record_call
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.tidy import flatten_transforms, tidy
-from autocastfx.capture.user_casts import is_noted, run_cast
-from autocastfx.capture.whole_calls import AutogradCall, record_call
+from autocastfx.capture.user_casts import is_noted, keeping_floats, run_cast
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attributes_of
+from autocastfx.graph.node import HELD, Held, attributes_of, line_of
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -107,7 +105,7 @@ def aten_graph(
         if op_name(node) == "item" and not node.users:
             graph.erase_node(node)
     drop_settled(graph, attributes)
-    detach_unwritten(graph)
+    _detach_unwritten(graph)
     _check_constants(attributes)
     by_name = {name: one for name, one in zip(names, held, strict=True) if one is not None}
     has_values = {
@@ -121,6 +119,15 @@ def aten_graph(
         if node.target in has_values:
             node.op = "get_attr"
     return DynamoGraph(graph, attributes, has_values, {name: i for i, name in enumerate(names)}, by_name)
+
+
+def _detach_unwritten(graph: fx.Graph) -> None:
+    """Replace ``x.data`` by ``x.detach()``, which lists know, if nothing writes into the storage."""
+    reads = [node for node in graph.nodes if node.target is data]
+    written = alias_sets(graph) if reads else {}
+    for node in reads:
+        if node not in written and graph.output_node() not in node.users:
+            node.target = torch.ops.aten.detach.default
 
 
 def _check_constants(attributes: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import linecache
+import logging
 import random
 import sys
 import threading
@@ -506,3 +507,68 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def storage_of(x: torch.Tensor) -> int:
     """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
+
+
+# The training flags of a model's modules.
+
+_MODES: tuple[Callable[[nn.Module], object], ...] = (lambda model: model.eval(), lambda model: model.train())
+
+
+def modes_after(model: nn.Module, *, training: bool) -> tuple[bool, ...]:
+    """Return the mode of each module after ``model.train()``, or ``model.eval()``; the model stays as it is.
+
+    A switch that fails, or changes which modules there are, counts as one that switches all modules alike.
+    """
+    modules = list(model.modules())
+    if _is_overridden(modules):
+        with isolated(model):
+            try:
+                _MODES[training](model)
+            except Exception:  # code of the model's own, which may need values: the switch itself will raise, or work
+                return (training,) * len(modules)
+            if list(model.modules()) == modules:
+                return tuple(module.training for module in modules)
+    return (training,) * len(modules)
+
+
+def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Give each module its training flag."""
+    for module, flag in zip(modules, modes, strict=True):
+        module.training = flag
+
+
+def _is_overridden(modules: Sequence[nn.Module]) -> bool:
+    own = (getattr(module, name) for module in modules for name in ("train", "eval"))
+    return any(getattr(method, "__func__", None) not in (nn.Module.train, nn.Module.eval) for method in own)
+
+
+# What torch logs of a failed trace.
+
+_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.builtin",
+    "torch._guards",
+)
+_REPEATED = (
+    *("Unable to find user code", "failed while attempting to run meta", "Graph break from"),
+    *("Error while creating guard", "Created at"),
+)
+
+
+@contextmanager
+def quiet_logs() -> Generator[None, None, None]:
+    """Silence what torch logs of a failed trace or a broken graph, each in tens of lines; we tell it in one message."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for log in loggers:
+        log.addFilter(_is_of_use)
+    try:
+        yield
+    finally:
+        for log in loggers:
+            log.removeFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_REPEATED)

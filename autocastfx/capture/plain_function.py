@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.failure import line_of
 from autocastfx.errors import UnsupportedError
+from autocastfx.graph.node import line_of
 
 
 class FunctionModule(nn.Module):

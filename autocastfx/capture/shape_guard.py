@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autocastfx.capture.failure import place
-from autocastfx.graph.node import example
+from autocastfx.graph.node import example, place
 
 if TYPE_CHECKING:
     import sympy

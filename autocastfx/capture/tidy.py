@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from autocastfx.capture.whole_calls import LEAF, restore_leaves
+from autocastfx.capture.kept_whole import LEAF, restore_leaves
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -414,3 +416,18 @@ class Held:
         """Return what an input of a graph holds; None for other inputs and nodes."""
         held = node.meta.get(HELD) if isinstance(node, fx.Node) else None
         return held if isinstance(held, Held) else None
+
+
+# Lines of the model's code.
+
+
+def place(filename: str, number: int) -> str:
+    """Write a line of code as file, number and text."""
+    line = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}: {line}" if line else f"{filename}:{number}"
+
+
+def line_of(node: fx.Node) -> str:
+    """Write the innermost line of the model that made a node; empty if capture recorded none."""
+    found = re.findall(r'File "(.+)", line (\d+)', stack_trace(node))
+    return place(found[-1][0], int(found[-1][1])) if found else ""

@@ -25,8 +25,8 @@ from autocastfx.capture.call import (
 )
 from autocastfx.capture.kept_whole import are_kept, functions_at
 from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.capture.mended import stored_results
 from autocastfx.capture.progress import stage
-from autocastfx.capture.stored_results import stored_results
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import (
     ArgumentError,

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from autocastfx.capture.leave_intact import modes_after
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.runtime.behaviour import compare_calls, trials_of
-from autocastfx.runtime.modes import modes_after
 
 
 class Backend(Protocol):

@@ -35,9 +35,8 @@ from autocastfx.capture.dynamo import (
     mends,
     plain_error,
 )
-from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.kept_whole import keeping_whole
-from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.leave_intact import Shared, quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace

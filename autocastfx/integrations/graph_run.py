@@ -10,17 +10,15 @@ import torch
 from torch import fx, nn
 
 from autocastfx.calibration import Measuring
-from autocastfx.capture.call import CallSignature
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.passes.pipeline import Converter
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.runtime.captures import CapturedGraph
-from autocastfx.runtime.dynamo_variant import DynamoVariant, converted_variant
-from autocastfx.runtime.variant import lift
+from autocastfx.runtime.quick_graph import lift
+from autocastfx.runtime.variant import Variant, converted_variant
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 _TABLE = "_variants"
-_SIGNATURE = CallSignature.of(lambda *inputs: inputs)
 
 
 class GraphRun:
@@ -47,13 +45,13 @@ class GraphRun:
         graph.settle()
         self.shown = CompiledGraph(module, self.variant.plan)
 
-    def _converted(self) -> tuple[DynamoVariant, fx.GraphModule]:
+    def _converted(self) -> tuple[Variant, fx.GraphModule]:
         variant = converted_variant(self._converter, self.graph, self.graph.read({}), self._device)
         attributes = {target: getattr(variant, name) for target, name in variant._held.items()}
         shown = fx.GraphModule({**attributes, ATTRIBUTE: None}, lift(variant.graph, self.graph.places))
         self._owner = nn.Module()
         self._owner.add_module(_TABLE, nn.ModuleList([variant]))
-        variant.mount(f"{_TABLE}.0", _SIGNATURE)
+        variant.mount(f"{_TABLE}.0")
         return variant, shown
 
     def __call__(self, *inputs: Any) -> Any:

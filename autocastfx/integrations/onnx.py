@@ -15,9 +15,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import MissingExtraError, UnsupportedError
-from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.amp_module import AmpModule, signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
-from autocastfx.runtime.view import signed_forward
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.capture.dynamo import CALLER, forward_code, holds, unwrapped
-from autocastfx.capture.failure import place
 from autocastfx.capture.leave_intact import Shared, own_thread_state, random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
+from autocastfx.graph.node import place
 
 # Give float32 for 16 bits in what a module returns, whatever it returns it in.
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import arguments_of, batches_of, device_of
+from autocastfx.capture.leave_intact import modes_after
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
 from autocastfx.dtypes import dtype_name
@@ -31,7 +32,6 @@ from autocastfx.policy.float8 import E4M3, RECIPES, Product
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime import behaviour
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.modes import modes_after
 
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
 _FLOAT8_TIMES = 2.0  # the errors that are predicted for a plan with float8, or that its number of digits make likely

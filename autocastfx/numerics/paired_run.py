@@ -26,10 +26,9 @@ from autocastfx.plan.plan import because_of
 from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
-from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.amp_module import AmpModule, captured_call
 from autocastfx.runtime.operators.float8 import float8_linear
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.view import captured_call
 
 # Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
 

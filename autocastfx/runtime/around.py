@@ -5,8 +5,12 @@ Dynamo chooses the graph, and captures it, without them; they are there again wh
 
 from __future__ import annotations
 
+import itertools
+import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -241,3 +245,15 @@ def refuse_inlining() -> None:
         msg="a converted model is called, which is compiled by itself: with fullgraph=True, and in torch.export with "
         "strict=True, call amp_model.freeze(*inputs) instead"
     )
+
+
+# torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
+_EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
+
+
+def keywords_of_export() -> list[str]:
+    """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
+        if frame.f_code.co_filename == _EXPORT and "kwargs" in frame.f_locals:
+            return list(frame.f_locals["kwargs"])
+    return []

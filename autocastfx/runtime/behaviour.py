@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import leaf_paths
-from autocastfx.capture.leave_intact import equal, isolated
-from autocastfx.capture.whole_calls import ATTENTION_WRITTEN_OUT
+from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT
+from autocastfx.capture.leave_intact import equal, isolated, set_modes
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.modes import set_modes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,19 +23,17 @@ from torch.utils.hooks import RemovableHandle
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
-from autocastfx.capture.gradient_mode import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
+from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, tell_of_padding
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.capture.stored_results import stored_results
-from autocastfx.capture.torch_modules import pads, tell_of_padding
+from autocastfx.errors import ManyVariantsWarning
 from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
-from autocastfx.runtime.recaptures import tell_of_recapture
-from autocastfx.runtime.variant import lift
+from autocastfx.runtime.quick_graph import lift
 
 if TYPE_CHECKING:
     from autocastfx.capture.dynamo_graph import DynamoGraph
@@ -250,7 +252,7 @@ class Captures:
             NOW.runs.prepare(graph)
         graph.settle()
         self.graphs.append(graph)
-        tell_of_recapture([one.captured for one in self.graphs])
+        _tell_of_recapture([one.captured for one in self.graphs])
         if pads() and not self._pads:
             self._pads = True
             tell_of_padding()
@@ -437,3 +439,40 @@ def _hooks_of(model: nn.Module) -> frozenset[tuple[int, str, int]]:
     named = [(id(module), kind, getattr(module, f"_{kind}_hooks")) for module in parts for kind in kinds]
     named += [(0, kind, getattr(nn.modules.module, f"_global_{kind}_hooks")) for kind in kinds]
     return frozenset((key, kind, number) for key, kind, hooks in named for number in hooks)
+
+
+# Tell why a model is captured again, and that it is often.
+
+_LOG = logging.getLogger("autocastfx")
+MANY = 8  # graphs for one call structure, which are captured without a warning
+
+
+def _tell_of_recapture(graphs: Sequence[Captured]) -> None:
+    """Say why the last of the graphs was captured though there are others; warn, once, where they are many.
+
+    Call this while Dynamo captures the last one.
+    """
+    if len(graphs) == 1:
+        return
+    last, why = graphs[-1], _reason()
+    _LOG.info("capturing variant %d: %s", len(graphs), why)
+    if sum(one.structure == last.structure and one.training == last.training for one in graphs) == MANY + 1:
+        warnings.warn(
+            f"more than {MANY} variants were captured for the call ({last.structure}), each in seconds. The last one, "
+            f"because {why}. Give the model fewer sizes or values, as by padding to a few lengths, or write that code "
+            "so that one graph serves all; the logger autocastfx tells the reason of each capture.",
+            ManyVariantsWarning,
+            stacklevel=2,
+        )
+
+
+def _reason() -> str:
+    """Return the guard that the latest graph fails, and the line that made it, as Dynamo tells."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("recompile_reason"), str):
+        frame = frame.f_back
+    if frame is None:
+        return "no graph fits"
+    guard, _, line = str(frame.f_locals["recompile_reason"]).partition("\n")[0].partition("  # ")
+    guard, line = re.sub(r"^[\d/]+: ", "", guard).strip(), re.sub(r"\s*\(HINT.*", "", line).strip()
+    return f"it does not hold that {guard}{f' ({line})' if line else ''}"

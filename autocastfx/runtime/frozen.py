@@ -18,13 +18,13 @@ from autocastfx.errors import UnsupportedError, VariantError
 from autocastfx.graph.node import attribute, value
 from autocastfx.runtime.around import without_trace
 from autocastfx.runtime.operators.float8 import quantize
+from autocastfx.runtime.quick_graph import call_quick
 from autocastfx.runtime.saved import keep_chosen, planned_form
-from autocastfx.runtime.variant import call_quick
 from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
 
 if TYPE_CHECKING:
+    from autocastfx.runtime.amp_module import Variant
     from autocastfx.runtime.captures import CapturedGraph
-    from autocastfx.runtime.view import DynamoVariant
 
 CALL = "autocastfx_call"  # the module that checks calls, and holds the constants of the graph
 _OUTPUT = "autocastfx_output"  # the module that makes the output
@@ -152,7 +152,7 @@ class FrozenOutput(nn.Module):
 
 
 def freeze(
-    model: nn.Module, root: nn.Module, signature: CallSignature, graph: CapturedGraph, variant: DynamoVariant
+    model: nn.Module, root: nn.Module, signature: CallSignature, graph: CapturedGraph, variant: Variant
 ) -> fx.GraphModule:
     """Return a variant as a GraphModule that shares the parameters and buffers of ``model``.
 
@@ -206,9 +206,7 @@ def _holders(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     return known[module]
 
 
-def _graph_of(
-    own: nn.Module, model: nn.Module, root: nn.Module, graph: CapturedGraph, variant: DynamoVariant
-) -> fx.Graph:
+def _graph_of(own: nn.Module, model: nn.Module, root: nn.Module, graph: CapturedGraph, variant: Variant) -> fx.Graph:
     """Return the variant's graph, with a check of the call before it and the model's output behind it."""
     call = cast("Any", own)._modules[CALL]
     members = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
@@ -277,7 +275,7 @@ def _check_of(frozen: fx.Graph, call: FrozenCall, count: int) -> list[fx.Node]:
 def _return(
     frozen: fx.Graph,
     own: nn.Module,
-    variant: DynamoVariant,
+    variant: Variant,
     outputs: Sequence[Any],
     tensors: Sequence[fx.Node],
     paths: Mapping[int, str],

@@ -12,14 +12,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, device_among
-from autocastfx.capture.leave_intact import isolated
+from autocastfx.capture.leave_intact import isolated, modes_after, set_modes
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.graph.node import NodeRun, attribute, dtypes
+from autocastfx.runtime.amp_module import AmpModule, Origin, signed_forward, view
 from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.frozen import CALL, member_name
-from autocastfx.runtime.modes import modes_after, set_modes
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.view import AmpView, Origin, signed_forward, view
 
 _INSTEAD = 'Convert with weights="cast" or weights="cached" to train, or for gradients.'
 _AGAIN = 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call.'
@@ -28,7 +27,7 @@ _AGAIN = 'weights="low" keeps no original: convert it again, in evaluation, with
 def stored_low(
     model: nn.Module, signature: CallSignature, converter: Any, device: torch.device | None, leaves: tuple[str, ...],
     whole: Iterable[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any],
-) -> LowView:  # fmt: skip
+) -> LowModule:  # fmt: skip
     """Capture ``model`` in evaluation, for any sizes if it can be, and return what shares nothing with it."""
     with isolated(model):
         set_modes(list(model.modules()), modes_after(model, training=False))
@@ -44,13 +43,13 @@ def stored_low(
         _own_tensors(frozen.modules(), [held[name] for name in names if name in held], converter.low)
     variant.captured = None  # it was decided for float32 weights
     cast("Any", frozen)._modules[CALL].again = _AGAIN
-    return LowView(frozen, Origin(converter, frozen, signature, leaves, device, type(model).__name__), (variant,))
+    return LowModule(frozen, Origin(converter, frozen, signature, leaves, device, type(model).__name__), (variant,))
 
 
-class LowView(AmpView):
+class LowModule(AmpModule):
     """A model of its own, which runs one graph, in evaluation."""
 
-    def __new__(cls, *_: Any) -> LowView:
+    def __new__(cls, frozen: fx.GraphModule, origin: Origin, variants: Sequence[Variant]) -> LowModule:
         """Make no class for each instance."""
         return object.__new__(cls)
 
@@ -113,7 +112,7 @@ class LowView(AmpView):
         """Return the graph, which is static already."""
         return cast("fx.GraphModule", self._model)
 
-    def train(self, mode: bool = True) -> LowView:
+    def train(self, mode: bool = True) -> LowModule:
         """Refuse training; evaluation is what it does.
 
         Raises:
@@ -123,15 +122,15 @@ class LowView(AmpView):
             raise UnsupportedError(f'weights="low" keeps no float32 weights, so the model cannot train. {_INSTEAD}')
         return self
 
-    def eval(self) -> LowView:
+    def eval(self) -> LowModule:
         """Do nothing: it is what it does."""
         return self
 
-    def requires_grad_(self, requires_grad: bool = True) -> LowView:
+    def requires_grad_(self, requires_grad: bool = True) -> LowModule:
         """Refuse gradients, likewise."""
         return self.train(requires_grad)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LowView:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LowModule:
         before = device_among(self._held().values())
         for parameter in self.parameters():
             self._refuse_dtype(fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).dtype, parameter)
@@ -141,7 +140,7 @@ class LowView(AmpView):
             _move(cast("fx.GraphModule", self._model), now)
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> LowView:
+    def to(self, *args: Any, **kwargs: Any) -> LowModule:
         """Move the model to a device.
 
         Raises:
@@ -161,16 +160,16 @@ class LowView(AmpView):
                 "Move it with .to(device) alone, or convert again with another dtype."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LowView:
-        made = LowView(copy.deepcopy(self._model, memo), self._original, self.variants)
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowModule:
+        made = LowModule(copy.deepcopy(self._model, memo), self._original, self.variants)
         memo[id(self)] = made
         return made
 
-    def __copy__(self) -> LowView:
-        return LowView(copy.copy(self._model), self._original, self.variants)
+    def __copy__(self) -> LowModule:
+        return LowModule(copy.copy(self._model), self._original, self.variants)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LowView, (self._model, self._original, ())
+        return LowModule, (self._model, self._original, ())
 
 
 def _read_low(variant: Variant, low: torch.dtype) -> frozenset[str]:

@@ -1,310 +1,255 @@
-"""One converted graph of a model: for one mode, one call structure and one set of sizes."""
+"""One converted graph of a model, and the tensors on whose numbers its decisions rest."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-import re
-import sys
-import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from autocastfx.capture.call import CallSignature, CallStructure
+from autocastfx.capture.captured import Captured
 from autocastfx.capture.leave_intact import keep_source
-from autocastfx.capture.shape_guard import ShapeGuard
-from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import ClippedValuesWarning, VariantError
+from autocastfx.capture.shape_guard import shape_guard
+from autocastfx.errors import UnmatchedRuleWarning, VariantError
+from autocastfx.graph.node import recomputed, value
 from autocastfx.plan.plan import Plan
-from autocastfx.runtime.operators.casts import is_concrete, saturating_cast
-from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
-from autocastfx.runtime.working_copies import working_copies, working_copy
-from autocastfx.training.loss_scale import HostCopy, is_capturing
-
-if TYPE_CHECKING:
-    from autocastfx.capture.captured import Captured
-
-# Rewrite a graph for eager calls, with little Python overhead around its operators.
-#
-# Calling an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``,
-# and calling an operator written in Python some ten. Each attribute in ``self.encoder.layers.weight`` costs a Python
-# call of ``nn.Module``. On a GPU the kernels often take less time than that. The quick graph therefore calls torch's
-# own functions, and takes the parameters and buffers as inputs, read from the modules' dictionaries before its first
-# op. Working copies are read some at a time, and the batches that batch norms count are counted at once.
-#
-# A graph with opaque code, which may change its parameters, runs unchanged. So does any graph while a tensor that it
-# reads is not a plain parameter or buffer, but is computed by a parametrization, for example.
-
-# Overloads that torch's functions and methods of the same name call when given the same positional arguments: all that
-# the schema requires, and at most as many as ``_MOST_POSITIONAL`` says.
-_ALIKE: Sequence[tuple[Any, str]] = (
-    (cast("Any", torch)._C._nn, "linear.default gelu.default silu.default scaled_dot_product_attention.default"),
-    (torch, "add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default where.self softmax.int"),
-    (torch, "matmul.default bmm.default addmm.default conv1d.default conv2d.default embedding.default"),
-    (torch, "layer_norm.default group_norm.default dropout.default relu.default"),
-    (torch, "transpose.int permute.default unsqueeze.default reshape.default flatten.using_ints"),
-    (torch, "cat.default relu_.default"),
-    (torch.Tensor, "to.dtype view.default expand.default contiguous.default add_.Tensor"),
-)
-# Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
-_COPIES = 16
-_OURS = f"{__name__.partition('.')[0]}."
-_MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
-
-
-def _batch_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``torch.batch_norm``, which takes no float32 parameters beside 16-bit values under ``torch.vmap``."""
-    if x.dtype in LOW_DTYPES and torch._C._are_functorch_transforms_active():
-        return torch.batch_norm(x.float(), *rest).to(x.dtype)
-    return torch.batch_norm(x, *rest)
-
-
-def _overload(name: str) -> Any:
-    base, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, base), overload)
-
-
-QUICK: Mapping[Any, Callable[..., Any]] = {
-    _overload(name): getattr(owner, name.split(".")[0]) for owner, names in _ALIKE for name in names.split()
-} | {
-    _overload("batch_norm.default"): _batch_norm,
-    layer_norm: compute_layer_norm,  # the function that the dispatcher would call
-}
-# A method that knows its dtype takes three quarters of the time of one that is told.
-_CASTS: Mapping[tuple[Any, ...], Callable[..., Any]] = {
-    (torch.float16,): torch.Tensor.half,
-    (torch.bfloat16,): torch.Tensor.bfloat16,
-    (torch.float32,): torch.Tensor.float,
-}
-
-
-def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """Return a copy of ``graph`` that takes what it reads by ``names``, inputs or attributes, as inputs in this order.
-
-    Other inputs, which nothing reads, are left out.
-    """
-    lifted = fx.Graph()
-    inputs = {
-        name: lifted.create_node("placeholder", name, name=re.sub(r"\W", "_", name.removeprefix("get_attr ")))
-        for name in names
-    }
-    made: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        key = f"{node.op} {node.target}" if f"{node.op} {node.target}" in inputs else str(node.target)
-        if node.op in ("placeholder", "get_attr") and key in inputs:
-            made[node] = inputs[key]
-            made[node].meta.update(node.meta)
-        elif node.op != "placeholder" or node.users:
-            made[node] = lifted.node_copy(node, made.__getitem__)
-    for node in inputs.values():
-        node.target = node.name  # an argument of Python, and no path
-    return lifted
-
-
-def quickened(graph: fx.Graph) -> fx.Graph:
-    """Let a graph, which is for running alone, call functions that take the host less time; returns it."""
-    call_quick(graph)
-    count_clipped(graph)
-    _read_together(graph)
-    _count_together(graph)
-    return graph
-
-
-def call_quick(graph: fx.Graph, *, torchs_alone: bool = False) -> None:
-    """Let a graph call torch's functions, and ours, in the place of operators; with ``torchs_alone`` torch's alone."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.to.dtype and node.args[1:] in _CASTS and not node.kwargs:
-            node.target, node.args = _CASTS[node.args[1:]], node.args[:1]
-        elif node.target in QUICK and _is_called_alike(node):
-            function = QUICK[node.target]
-            if not (torchs_alone and isinstance(function, FunctionType) and function.__module__.startswith(_OURS)):
-                node.target = function
-    _copy_constants(graph)
-
-
-def count_clipped(graph: fx.Graph) -> bool:
-    """Let casts in ``graph``, which is for running alone, count what they clip but masks; say whether there is one."""
-    casts = [n for n in graph.find_nodes(op="call_function", target=saturating_cast) if n.args[2] == 65_504]
-    for node in casts:
-        node.target = _counting_cast(str(node.args[0]))
-    return bool(casts)
-
-
-def _counting_cast(name: str) -> Callable[[torch.Tensor, torch.dtype, float], torch.Tensor]:
-    """``saturating_cast`` that tells, once, how much of the value ``name`` it has clipped. Nothing waits for a GPU."""
-    sent, is_told, total = HostCopy(), False, None
-
-    def cast_and_count(x: torch.Tensor, dtype: torch.dtype, bound: float) -> torch.Tensor:
-        nonlocal is_told, total
-        is_recorded = torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
-        is_recorded |= any_torch_dispatch_mode_on_stack()
-        if not is_told and is_concrete(x) and not is_recorded and not is_capturing([x]):
-            clipped = ((x.detach().abs() > bound) & x.isfinite()).sum(dtype=torch.float32)
-            total = clipped if total is None else total + clipped
-            sent.start(total)  # for a later call, if this is not on a CPU
-            seen = sent.read(total) if x.device.type == "cpu" else sent.arrived()
-            if seen is not None and seen.number:
-                is_told = True
-                told = (
-                    f"{seen.number:,.0f} values of {name!r} were beyond {bound:,.0f} and clipped in float16: results "
-                    "may be wrong though finite, and no loss scale sees it. Scale them, convert with calibrate=, which "
-                    "keeps what reads them in float32, or use bfloat16. This is told once."
-                )
-                warnings.warn(told, ClippedValuesWarning, stacklevel=3)
-        return saturating_cast(x, dtype, bound)
-
-    return cast_and_count
-
-
-def _copy_constants(quick: fx.Graph) -> None:
-    """Copy a constant of the code (``torch.tensor``) by ``clone``, which ``torch.vmap`` can do."""
-    for copied in quick.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
-        copied.target = torch.clone
-
-
-def _read_together(quick: fx.Graph) -> None:
-    """Read working copies some at a time, in place."""
-    reads = [node for node in quick.nodes if node.target is working_copy and _is_input(node.args[1])]
-    for (copies, dtype), alike in itertools.groupby(reads, lambda node: (node.args[0], node.args[2])):
-        while some := list(itertools.islice(alike, _COPIES)):
-            with quick.inserting_before(some[0]):
-                masters = [node.args[1] for node in some]
-                together = quick.call_function(working_copies, (copies, masters, dtype))
-                each = [quick.call_function(operator.getitem, (together, i)) for i in range(len(some))]
-            for node, copied in zip(some, each, strict=True):
-                node.replace_all_uses_with(copied)
-                quick.erase_node(node)
-
-
-def _count_together(quick: fx.Graph) -> None:
-    """Count the batches of all batch norms by one call, which is one kernel on a GPU."""
-    adds = quick.find_nodes(op="call_function", target=torch.Tensor.add_)
-    counts = [node for node in adds if node.args[1:] == (1,) and not node.kwargs and _is_read_alone(node)]
-    if len(counts) > 1:
-        with quick.inserting_before(counts[0]):
-            quick.call_function(add_one, ([node.args[0] for node in counts],))
-        for node in counts:
-            quick.erase_node(node)
-
-
-def _is_read_alone(add: fx.Node) -> bool:
-    """True if ``add`` writes into an input that nothing else reads, and nothing reads its result."""
-    (written, *_) = add.args
-    return isinstance(written, fx.Node) and _is_input(written) and len(written.users) == 1 and not add.users
-
-
-def add_one(counters: list[torch.Tensor]) -> None:
-    """Add 1 to each tensor, in place. A tensor that is listed twice gets 2."""
-    if len(set(map(id, counters))) < len(counters) or torch._C._are_functorch_transforms_active():
-        for counter in counters:
-            counter.add_(1)
-    else:
-        cast("Any", torch)._foreach_add_(counters, 1)
-
-
-def _is_input(argument: Any) -> bool:
-    return isinstance(argument, fx.Node) and argument.op == "placeholder"
-
-
-def _is_called_alike(node: fx.Node) -> bool:
-    """True if torch's Python function takes the arguments of ``node`` in the given form."""
-    target: Any = node.target
-    required = sum(not (a.has_default_value() or a.kwarg_only) for a in target._schema.arguments)
-    return required <= len(node.args) <= _MOST_POSITIONAL.get(target, len(node.args))
-
-
-_numbers = itertools.count()
-# torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
-_EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
-
-
-def keywords_of_export() -> list[str]:
-    """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
-    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
-        if frame.f_code.co_filename == _EXPORT and "kwargs" in frame.f_locals:
-            return list(frame.f_locals["kwargs"])
-    return []
-
-
-def _not_mounted(*_: Any) -> tuple[Any, ...]:
-    raise VariantError("this variant belongs to no AmpModule yet")
+from autocastfx.plan.ranges import mode_of
+from autocastfx.runtime.captures import NOW, CapturedGraph
+from autocastfx.runtime.quick_graph import lift, quickened
+from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
+from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
 
 class Variant(nn.Module):
     """A converted graph with its constants and sub-graphs. Parameters and buffers belong to its owner.
 
+    Its function takes the owner, the working copies, and Dynamo's inputs.
+
     Attributes:
-        graph: takes the call's tensors and returns a flat tuple.
+        graph: takes the call's tensors, and numbers that change from call to call; returns a flat tuple.
         plan: the decisions and placements of the graph.
         structure, guard, modes: the call structure, sizes and module modes that it serves.
         device: where it runs and creates tensors.
-        captured: the captured graph that it was made from; None after unpickling.
+        captured: the captured graph that it was made from; None where the model has other weights now.
         keeping: the graph whose ops save for backward what the plan says, for runs node by node.
+        places: the names of Dynamo's inputs, in Dynamo's order.
+        results: where the model's output is.
+        fixed: the tensors on whose numbers decisions rest.
     """
 
-    def __init__(
-        self,
-        *,
-        graph: fx.Graph,
-        attributes: Mapping[str, Any],
-        plan: Plan,
-        out_spec: pytree.TreeSpec,
-        structure: CallStructure,
-        guard: ShapeGuard,
-        modes: tuple[bool, ...],
-        device: torch.device,
-        captured: Captured | None = None,
-    ) -> None:
+    def __init__(self, graph: CapturedGraph, made: Any) -> None:
         super().__init__()
-        self.graph, self.keeping, self.plan, self.out_spec = graph, graph, plan, out_spec
-        self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
-        self.captured = captured
-        self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
-        self.prefix = ""
-        self.code = ""
-        self.function: Callable[..., tuple[Any, ...]] = _not_mounted
+        captured = graph.captured
+        self.graph: fx.Graph = made.graph
+        self.keeping, self.plan = self.graph, cast("Plan", made.plan)
+        self.structure, self.modes, self.device = captured.structure, captured.training, captured.device
+        self.captured: Captured | None = captured
+        self.guard = shape_guard(captured.graph.find_nodes(op="placeholder"))  # a pass may settle sizes
+        conditions = () if graph.settled is None else (c for c in self.guard.conditions if c not in graph.settled)
+        self._settled = replace(self.guard, conditions=tuple(conditions))  # by another conversion than the first one
+        self.places, self.results = graph.places, graph.results
+        self.fixed: Sequence[FixedTensor] = ()
+        self.autocast = self.device.type if torch.amp.is_autocast_available(self.device.type) else None
+        self.prefix = self.code = ""
         self._held: dict[str, str] = {}
-        for target, value in attributes.items():
+        for target, constant in made.attributes.items():
             name = target.replace(".", "_")
             while hasattr(self, name):  # a model may call a tensor ``plan``
                 name += "_"
             self._held[target] = name
-            if isinstance(value, torch.Tensor):
-                self.register_buffer(name, value, persistent=False)
+            if isinstance(constant, torch.Tensor):
+                self.register_buffer(name, constant, persistent=False)
             else:
-                setattr(self, name, value)
+                setattr(self, name, constant)
 
     @property
     def mode(self) -> str:
         """``"train"`` or ``"eval"``; ``"mixed"`` if modules are in different modes."""
         return "train" if all(self.modes) else "mixed" if any(self.modes) else "eval"
 
-    def mount(self, prefix: str, signature: CallSignature) -> None:
-        """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile.
-
-        Args:
-            prefix: where the constants are.
-            signature: of the owner's calls.
-        """
+    def mount(self, prefix: str) -> None:
+        """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile."""
         paths = {(f"{self.prefix}.{name}" if self.prefix else target): name for target, name in self._held.items()}
         for node in self.graph.nodes:
             if node.op == "get_attr" and node.target in paths:
                 node.target = f"{prefix}.{paths[node.target]}"
         self.prefix = prefix
         self.compile_graph()
+        self.graph.set_codegen(CodeGen())
 
     def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Return the model's output, from the outputs of the graph and the tensors of the call."""
-        return pytree.tree_unflatten(list(outputs), self.out_spec)
+        return self.results.output(outputs, tensors)
+
+    def refuse_other_sizes(self, inputs: Sequence[Any]) -> None:
+        """Refuse sizes beyond those for which this conversion decides, but Dynamo's guards do not.
+
+        Raises:
+            VariantError: they are.
+        """
+        if self._settled.conditions:
+            given = dict(zip(self.places, inputs, strict=True))
+            tensors = (given.get(str(node.target)) for node in self.graph.find_nodes(op="placeholder"))
+            sizes = [one.shape if isinstance(one, torch.Tensor) else () for one in tensors]
+            if not self._settled.holds(sizes):
+                raise VariantError(f"this conversion decides for sizes where {self._settled}: convert the model again.")
+
+    def has_changed(self, inputs: Sequence[Any]) -> bool:
+        """True if a tensor on whose numbers decisions rest may have other numbers now."""
+        return bool(self.fixed) and not all(fixed.is_as_before(inputs) for fixed in self.fixed)
+
+    def still_holds(self, graph: CapturedGraph, converter: Any, inputs: Sequence[Any]) -> bool:
+        """Look at those tensors: true if decisions rest on nothing that has changed, else the graph is to be converted.
+
+        What has changed is noted in ``graph``, and no decision rests on it from then on.
+        """
+        changed, now = set[str](), list[FixedTensor]()
+        for fixed in self.fixed:
+            tensor = inputs[fixed.place]
+            is_read = NOW.around is None or not NOW.around.stands_for(tensor)
+            facts = fixed.facts if fixed.is_as_before(inputs) else converter.fixed_facts(tensor) if is_read else ()
+            if facts == fixed.facts:
+                now.append(FixedTensor.of(fixed.place, tensor, facts))
+            else:
+                changed.add(graph.places[fixed.place])
+        self.fixed = now
+        graph.varying |= changed
+        return not changed
+
+    def compile_graph(self, forms: Forms = planned_form) -> None:
+        """Generate ``code`` and ``function(owner, copies, *inputs)`` from the present graph."""
+        self.code, _ = compiled(self.graph)
+        self.keeping = self.graph
+        constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
+        called = quickened(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+        if saved := self.plan.saved:
+            self.keeping = keep_chosen(self.graph, saved, forms)
+            called = keep_chosen(called, saved, forms)
+        _, function = compiled(called)
+        held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
+
+        def run(owner: nn.Module, copies: WorkingCopies | None, *inputs: Any) -> tuple[Any, ...]:
+            return function(owner, copies, *inputs, *held)
+
+        self.function = run if held else function
+        self._traced: Callable[..., tuple[Any, ...]] | None = None
+        self.has_copies = any(node.target == ATTRIBUTE for node in self.graph.find_nodes(op="get_attr"))
+
+    def traced(self, owner: nn.Module) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of Dynamo's inputs for a compiler to look into."""
+        if self._traced is None:
+            if self.has_copies:
+                warnings.warn(
+                    'weights="cached" has no effect under torch.compile: the graph casts its parameters in each call.',
+                    stacklevel=2,
+                )
+            if self.plan.saved:
+                warnings.warn(
+                    "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under "
+                    "'saved' have no effect there. torch._functorch.config.activation_memory_budget sets how much it "
+                    "keeps.",
+                    UnmatchedRuleWarning,
+                    stacklevel=2,
+                )
+            constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
+            _, function = compiled(lift(self.graph, [ATTRIBUTE, *constants, *self.places]))
+            held = [getattr(self, name) for name in self._held.values() if name in self._buffers]
+            self._traced = partial(function, owner, None, *held)  # with no code that compilers see for all models
+        return self._traced
+
+
+def converted_variant(
+    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device | None
+) -> Variant:
+    """Convert a captured graph, and those in it that run again in backward.
+
+    Args:
+        converter: converts it.
+        graph: stays as it is.
+        held: what it reads that is no argument and whose numbers stay, by the names in it.
+        device: decide for this one; None: for that of the graph.
+    """
+    device = device or graph.captured.device
+    variant = Variant(graph, _converted(converter, graph, held, device))
+    places = {name: i for i, name in enumerate(graph.places)}
+    fixed = ((n, t) for n, t in held.items() if n in places and not t.requires_grad)
+    with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)
+    variant.fixed = [FixedTensor.of(places[n], t, facts) for n, t, facts in with_facts if facts]
+    return variant
+
+
+def decided_plan(
+    converter: Any, graph: CapturedGraph, held: Mapping[str, torch.Tensor], device: torch.device | None
+) -> Plan:
+    """Return the plan of such a conversion, apart from casts and copies, in half of the time: nothing is rewritten."""
+    return _converted(converter, graph, held, device or graph.captured.device, rewrites=False).plan
+
+
+def _converted(
+    converter: Any,
+    graph: CapturedGraph,
+    held: Mapping[str, torch.Tensor],
+    device: torch.device,
+    prefix: str = "",
+    *,
+    rewrites: bool = True,
+) -> Any:
+    captured = graph.captured
+    abstract = {str(node.target): value(node) for node in captured.graph.find_nodes(op="get_attr")}
+    tensors = {name: held.get(name, abstract[name]) for name in graph.held if name in held or name in abstract}
+    made = converter.convert_graph(
+        *(captured.graph, captured.attributes, tensors, device),
+        mode=mode_of(captured.training),
+        rewrites=rewrites,
+        prefix=prefix,
+    )
+    again = replace(converter, weights="cast", keep_output_dtype=True)
+    for node in made.graph.nodes:
+        if recomputed(node):
+            inner = graph.inside[node.name]
+            part = _converted(again, inner, inner.read({}), device, f"{prefix}{node.name}/", rewrites=rewrites)
+            lifted = lift(part.graph, inner.places)
+            node.target = node.target.with_recomputed(fx.GraphModule(dict(part.attributes), lifted))
+            made = replace(made, plan=made.plan.with_inside(part.plan))
+    return made
+
+
+@dataclass(frozen=True)
+class FixedTensor:
+    """A tensor that no optimizer changes, and on whose numbers decisions rest.
+
+    Attributes:
+        place: the number of Dynamo's input.
+        tensor: it, if it is still there.
+        version: how often it had been written into.
+        facts: what decisions rest on.
+    """
+
+    place: int
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    facts: tuple[object, ...]
+
+    @classmethod
+    def of(cls, place: int, tensor: torch.Tensor, facts: tuple[object, ...]) -> FixedTensor:
+        """Note the tensor as it is now."""
+        return cls(place, weakref.ref(tensor), _version(tensor), facts)
+
+    def is_as_before(self, inputs: Sequence[Any]) -> bool:
+        """True if it is the same tensor, and nothing was written into it."""
+        now = inputs[self.place]
+        return self.tensor() is now and _version(now) == self.version
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
@@ -320,3 +265,6 @@ def compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     exec(compile(code.src, filename, "exec"), namespace)
     keep_source(namespace["forward"], code.src)
     return code.src, namespace["forward"]
+
+
+_numbers = itertools.count()

@@ -18,8 +18,8 @@ from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.saved import rules_of
+from autocastfx.runtime.amp_module import view
 from autocastfx.runtime.captures import Captures
-from autocastfx.runtime.view import view
 from benchmarks.gpu.models import built
 from benchmarks.training import Setting, Training, adamw, side_of, training_of
 

@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx import AmpModule, OpList
-from autocastfx.capture.whole_calls import AutogradCall
+from autocastfx.capture.kept_whole import AutogradCall
 from autocastfx.errors import BannedOpError, CaptureError, UnmatchedRuleWarning
 from tests.helpers import op_list, relative_error
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autocastfx.capture.whole_calls import AutogradCall
+from autocastfx.capture.kept_whole import AutogradCall
 from autocastfx.graph.alias import is_opaque
 from autocastfx.runtime.operators.casts import saturating_cast
 from autocastfx.runtime.working_copies import working_copy

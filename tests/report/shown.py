@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.runtime.view import AmpView
+from autocastfx.runtime.amp_module import AmpModule
 from tests.golden.models import EncoderLayer
 
 
@@ -39,7 +39,7 @@ def with_symbols(
     """Converted for calls of two sizes, with the graph of the second call alone: sizes that differed are symbols."""
     amp_model = autocastfx.convert(model, first, dtype=dtype)
     amp_model(*second)
-    assert isinstance(amp_model, AmpView)
+    assert isinstance(amp_model, AmpModule)
     return amp_model._converted_by(amp_model._converter, amp_model._captures.graphs[-1:], None)
 
 

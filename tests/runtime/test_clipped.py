@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.errors import ClippedValuesWarning
-from autocastfx.runtime.variant import count_clipped
+from autocastfx.runtime.quick_graph import count_clipped
 
 LARGE = torch.full((4, 8), 1000.0).index_put((torch.tensor([1, 2]), torch.tensor([3, 4])), torch.tensor([7e4, -9e5]))
 FITTING = LARGE.clamp(-65_504, 65_504)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import ManyVariantsWarning, VariantError
-from autocastfx.runtime.recaptures import MANY
+from autocastfx.runtime.captures import MANY
 from tests.helpers import heard
 
 CALLS = MANY + 3

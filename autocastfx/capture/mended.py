@@ -1,0 +1,352 @@
+"""What Dynamo does otherwise than Python, or torch's own modules, and is mended while it captures."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import warnings
+from collections import deque
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import NoneType, SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import transformer
+
+from autocastfx.errors import StateWarning
+
+# Whether code that Dynamo captures asks if gradients are recorded, or switches that.
+
+
+class _Asked(threading.local):
+    yes = False
+
+
+_ASKED = _Asked()
+
+
+def asks_for_gradients() -> bool:
+    """Return whether the code that this thread captures has done so, for the graph that a backend is given."""
+    asked, _ASKED.yes = _ASKED.yes, False
+    return asked
+
+
+class _Noting:
+    """Stands for the guard that Dynamo takes where code asks or switches, and notes that it is taken."""
+
+    def __init__(self, guard: Any) -> None:
+        self.guard = guard
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        _ASKED.yes = True
+        return self.guard
+
+
+def asking_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+
+    return [(GradModeVariable, "_guards_singleton", _Noting(GradModeVariable._guards_singleton))]
+
+
+# What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.
+
+
+_LOGS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "log"))
+
+
+@contextmanager
+def messages_after_graph() -> Generator[None]:
+    """While open, let Dynamo call ``print``, ``warnings.warn`` and methods of loggers behind a graph, not break it.
+
+    Keyword arguments break it all the same, but for those of ``warnings.warn``; so do messages in a graph inside it.
+    """
+    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
+
+    functions = {*torch._dynamo.config.reorderable_logging_functions, print, warnings.warn}
+    before, log = DebuggingVariable.call_function, cast("Any", LoggingLoggerVariable.call_method)
+
+    @wraps(before)
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.value is warnings.warn:  # its level names a line of the caller's, which is not there
+            category = {"category": args[1]} if len(args) > 1 else {}
+            named = {name: one for name, one in {**category, **kwargs}.items() if name != "stacklevel"}
+            args, kwargs = [*args[:1], *filter(None, [named.pop("category", None)])], named
+        return _said_behind(tx, self, args, kwargs)
+
+    @wraps(log)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.source import AttrSource
+
+        try:
+            return log(self, tx, name, args, kwargs)  # which may be told to leave the message out
+        except Unsupported:
+            if name not in _LOGS or self.source is None or not isinstance(self.value, logging.Logger):
+                raise
+            method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
+            return _said_behind(tx, method, args, kwargs)
+
+    replaced = (
+        patch.object(DebuggingVariable, "call_function", call_function),
+        patch.object(LoggingLoggerVariable, "call_method", call_method),
+    )
+    with torch._dynamo.config.patch(reorderable_logging_functions=functions), replaced[0], replaced[1]:
+        yield
+
+
+def _said_behind(tx: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Have ``function``, as Dynamo knows it, called behind the graph.
+
+    Raises:
+        Unsupported: it has keyword arguments, or is called in a graph inside the graph.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables import ConstantVariable
+
+    if kwargs or tx.output.current_tracer.parent is not None:
+        where = f"with {', '.join(kwargs)}" if kwargs else "in a graph inside a graph, as of activation checkpointing"
+        raise cast("Any", Unsupported)(f"a call of {function.value.__name__} {where}")
+    tx.output.root_tx.debug_locals.append((function, list(args)))
+    return ConstantVariable.create(None)
+
+
+# Objects that a model keeps and that Dynamo repeats or cannot hold: generators of random numbers, bounded deques.
+
+
+def object_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - A ``torch.Generator`` is a constant of the graph, which draws from it; guards watch that it is the same object.
+    - What is drawn from a ``random.Random`` breaks the graph: Dynamo would give the same numbers in every call.
+    - A ``deque`` keeps its bound, which Dynamo loses.
+    - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
+    - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import ConstantVariable, user_defined
+    from torch._dynamo.variables.lists import BaseListVariable
+    from torch._dynamo.variables.misc import RandomVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    as_proxy, draw = UserDefinedObjectVariable.as_proxy, cast("Any", RandomVariable.call_method)
+    class_for: Any = BaseListVariable.cls_for_instance
+    read: Any = TensorVariable.var_getattr
+
+    @wraps(as_proxy)
+    def proxy_of(self: Any) -> Any:
+        if not isinstance(self.value, torch.Generator) or self.source is None:
+            return as_proxy(self)
+        install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        output = cast("Any", InstructionTranslator.current_tx()).output
+        return output.register_static_attr_and_return_proxy("generator", self.value)
+
+    @wraps(draw)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in self._supported_fn_names:
+            raise cast("Any", Unsupported)(f"a random.Random that the model keeps: {name} draws in Python")
+        return draw(self, tx, name, args, kwargs)
+
+    class Bound(ConstantVariable):
+        """The bound of a deque, whose contents Dynamo replaces, so that the order of changes is of no matter."""
+
+        def is_constant_none(self) -> bool:
+            return True
+
+    def class_of(value: Any) -> Any:
+        if type(value) is not deque or value.maxlen is None:
+            return class_for(value)
+
+        def bounded(items: Any, *, source: Any) -> Any:
+            install_guard(AttrSource(source, "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            return class_for(value)(items, maxlen=Bound(value.maxlen), source=source)
+
+        return bounded
+
+    is_standard: Any = user_defined.is_standard_setattr
+
+    def is_standard_setattr(method: object) -> bool:
+        return method is SimpleNamespace.__setattr__ or is_standard(method)
+
+    @wraps(read)
+    def read_attribute(self: Any, tx: Any, name: str) -> Any:
+        return self.method_attr_data(tx) if name == "data" else read(self, tx, name)
+
+    return [
+        (TensorVariable, "var_getattr", read_attribute),
+        (user_defined, "is_standard_setattr", is_standard_setattr),
+        (UserDefinedObjectVariable, "as_proxy", proxy_of),
+        (RandomVariable, "call_method", call_method),
+        (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
+    ]
+
+
+# Which results of a graph of Dynamo's are the next contents of the model's state: forward assigns them anew.
+
+
+class _Latest(threading.local):
+    """Of the graph that a thread captures: where state is among its results, by their numbers."""
+
+    places: Mapping[int, str] = {}
+
+
+_LATEST = _Latest()
+
+
+def stored_results() -> Mapping[int, str]:
+    """Return the names of buffers, and of attributes that the graph reads, by the results that become their contents.
+
+    A backend calls this for the graph that it is given.
+    """
+    return _LATEST.places
+
+
+def storing_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    before: Any = OutputGraph.compile_and_call_fx_graph
+
+    @wraps(before)
+    def compile_graph(self: Any, tx: Any, rv: Sequence[Any], root: Any) -> Any:
+        _LATEST.places = _places(self, rv)
+        return before(self, tx, rv, root)
+
+    return [(OutputGraph, "compile_and_call_fx_graph", compile_graph)]
+
+
+def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
+    from torch._dynamo.source import TempLocalSource
+    from torch._dynamo.variables import ConstDictVariable
+
+    effects = output.side_effects
+    read = {argument.source.name for argument in output.graphargs if argument.source is not None}
+    stored: dict[int, str] = {}
+    known: Sequence[Any] = list(effects.id_to_variable.values())
+    for one in known:
+        is_table = isinstance(one, ConstDictVariable) and not isinstance(one.source, (TempLocalSource, NoneType))
+        source = cast("Any", one.source).name if is_table else ""
+        if source.endswith("._buffers") and effects.is_modified(one):
+            stored |= {id(value): key.vt.as_python_constant() for key, value in one.items.items()}
+    for owner, table in effects.store_attr_mutations.items():
+        if owner.source is not None and not isinstance(owner.source, TempLocalSource):  # what forward has made
+            named = table.items()
+            stored |= {id(value): name for name, value in named if f"{owner.source.name}.{name}" in read}
+    return {i: stored[id(result)] for i, result in enumerate(results) if id(result) in stored}
+
+
+# torch's own modules that do in a graph of Dynamo's something else than by themselves.
+
+
+class _Seen(threading.local):
+    """What a thread has seen while it captures."""
+
+    pads = False
+
+
+_SEEN = _Seen()
+_PARAMETERS = inspect.signature(nn.TransformerEncoder.forward)
+
+
+def pads() -> bool:
+    """Return whether an encoder in the graph that a backend is given may leave 0 in padded places by itself."""
+    seen, _SEEN.pads = _SEEN.pads, False
+    return seen
+
+
+def tell_of_padding() -> None:
+    """Warn of such an encoder."""
+    warnings.warn(
+        "the converted model computes the padded places of an nn.TransformerEncoder's output, as torch does in "
+        "training and under torch.compile. In evaluation without gradients the model itself may leave 0 there: "
+        "read none of these places, or make the encoder with enable_nested_tensor=False.",
+        StateWarning,
+        stacklevel=2,
+    )
+
+
+def note_call(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Look at a function that Dynamo is about to follow, and at the variables of Dynamo's that it gets."""
+    if function is nn.TransformerEncoder.forward:
+        given = {name: one for name, one in _PARAMETERS.bind(*args, **kwargs).arguments.items() if not _is_none(one)}
+        encoder = given["self"].value
+        _SEEN.pads |= "src_key_padding_mask" in given and "mask" not in given and _may_leave_zeros(encoder)
+
+
+def written_out(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a function that Dynamo follows in the place of torch's, which reads numbers; None if it follows that."""
+    if function is F.batch_norm and not any(map(_is_of_tensor, (*args, *kwargs.values()))):
+        return None
+    return _WRITTEN_OUT.get(cast("Any", function)) if isinstance(function, Hashable) else None
+
+
+def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Do not compare a mask with the causal one, which only selects a faster kernel that needs no mask."""
+    return is_causal is True
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Read the momentum from a tensor, as with ``momentum=None``: torch's operator takes a plain number."""
+    if not training or running_mean is None or running_var is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = F.batch_norm(input, mean, var, weight, bias, training, 1.0, eps)  # the statistics of this batch
+    with torch.no_grad():
+        for average, of_batch in ((running_mean, mean), (running_var, var)):
+            average.mul_(1 - momentum).add_(of_batch * momentum)
+    return result
+
+
+def _equal(input: Tensor, other: Tensor) -> Any:
+    """Compare as torch does: the shapes are equal, and so are all elements after promotion to one dtype."""
+    return input.shape == other.shape and input.eq(other).all().item()
+
+
+def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+    """Compare as torch does, with broadcasting."""
+    return input.isclose(other, rtol, atol, equal_nan).all().item()
+
+
+_WRITTEN_OUT: Mapping[Any, Any] = {
+    transformer._detect_is_causal_mask: _is_said_causal,
+    F.batch_norm: _batch_norm,
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    Tensor.allclose: _allclose,
+}
+
+
+def _may_leave_zeros(encoder: nn.TransformerEncoder) -> bool:
+    return bool(encoder.use_nested_tensor) and not encoder.training
+
+
+def _is_of_tensor(variable: Any) -> bool:
+    """True for a number that Dynamo reads from a tensor, and not from Python."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return isinstance(variable, SymNodeVariable) and bool(free_unbacked_symbols(variable.sym_num))
+
+
+def _is_none(variable: Any) -> bool:
+    return bool(variable.is_python_constant()) and variable.as_python_constant() is None

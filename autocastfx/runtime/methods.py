@@ -1,0 +1,69 @@
+"""A method of a converted model: while it runs, calls of the model and of its parts are converted."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import update_wrapper
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autocastfx.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from autocastfx.runtime.amp_module import AmpModule
+
+
+class Method:
+    """A method of the model. While it runs, calls of the model and of its parts in this thread are converted."""
+
+    def __init__(self, owner: AmpModule, method: MethodType) -> None:
+        update_wrapper(self, method)
+        self._owner, self._method = owner, method
+        self.__func__, self.__self__ = method.__func__, owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method with the model as its object, so that it may call ``super()``.
+
+        Raises:
+            UnsupportedError: it is a generator, which would run when this call has ended.
+        """
+        owner, function = self._owner, self.__func__
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise UnsupportedError(
+                f"{owner._original.class_name}.{function.__name__} is a generator, and what it runs later would run in "
+                "float32. Convert in place, with autocastfx.enable."
+            )
+        with _converted_inside(owner):
+            return owner._wrapped(self._method(*args, **kwargs))
+
+
+@contextmanager
+def _converted_inside(owner: AmpModule) -> Generator[None]:
+    """While open, calls of the model and of its modules in this thread are calls of their views."""
+    thread = threading.get_ident()
+    taken = [m for m in owner._model.modules() if m.__dict__.get("_compiled_call_impl") is None]
+    for module in taken:
+        module.__dict__["_compiled_call_impl"] = _InsideCall(owner, module, thread)
+    try:
+        yield
+    finally:
+        for module in taken:
+            module.__dict__.pop("_compiled_call_impl", None)
+
+
+class _InsideCall:
+    """The call of a module while a method of a converted model runs."""
+
+    def __init__(self, owner: AmpModule, module: Any, thread: int) -> None:
+        self.owner, self.module, self.thread = owner, module, thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's view, but inside of a graph and in other threads the module."""
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return self.module._call_impl(*args, **kwargs)
+        return self.owner._view_of(self.module)(*args, **kwargs)
