@@ -205,17 +205,17 @@ def traced() -> list[list[str]]:
 
 
 def test_a_reader_of_convert_opens_few_files(traced: list[list[str]]) -> None:
-    """A conversion enters at most 52 files of the package, its check included, and a further call at most 8."""
+    """A conversion enters at most 55 files of the package, its check included, and a further call at most 8."""
     conversion, _, call = traced
-    assert len(conversion) <= 52, conversion
+    assert len(conversion) <= 55, conversion
     assert len(call) <= 8, call
     assert "conversion.py" in conversion
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names there")
 def test_a_conversion_seldom_calls_a_layer_above(traced: list[list[str]]) -> None:
-    """A model handed to ``convert`` goes down through the layers; its runtime calls the passes up, and nothing else."""
-    assert traced[1] == ["Converter.__call__"]
+    """A model handed to ``convert`` goes down the layers; its runtime calls the passes up, and Dynamo the runtime."""
+    assert traced[1] == ["Converter.convert_graph", "_run"]
 
 
 if __name__ == "__main__":
