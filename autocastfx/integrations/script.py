@@ -184,8 +184,22 @@ class ScriptRun:
             # What nn.Module.__call__ runs in place of the module's own code, if it is not None: a model has one of its
             # own from its first call on.
             stack.enter_context(patch.object(nn.Module, "_compiled_call_impl", _FirstCall(self)))
+            stack.enter_context(patch.object(AmpModule, "__call__", self._telling(AmpModule.__call__)))
             stack.callback(register_optimizer_step_pre_hook(self._count_step).remove)
             yield
+
+    def _telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of converted models, which are left alone, and told."""
+
+        @wraps(call)
+        def told(amp_model: AmpModule, *args: Any, **kwargs: Any) -> Any:
+            if not self.takes(amp_model):
+                return call(amp_model, *args, **kwargs)
+            self._left[_name(amp_model), _caller(), "the script converts it"] += 1
+            with INSIDE.entered(self):
+                return call(amp_model, *args, **kwargs)
+
+        return told
 
     def report(self) -> RunReport:
         """Tell what became of the models so far."""
@@ -230,8 +244,6 @@ class ScriptRun:
         first = next(module.parameters(), None)
         if first is None:
             return None
-        if isinstance(module, AmpModule):
-            return "the script converts it"
         if isinstance(module, torch._dynamo.OptimizedModule):
             return "the script compiles it"
         if isinstance(module, nn.DataParallel):

@@ -203,7 +203,7 @@ LEFT = {
     "torch.compile(model, backend='eager')(x)": ("Sequential", "the script compiles it"),
     "model.compile(backend='eager'); model(x)": ("Sequential", "the script compiles it"),
     "model.double()(x.double())": ("Sequential", "its parameters are torch.float64"),
-    "import autocastfx; autocastfx.convert(model, x)(x)": ("GraphModule", "the script converts it"),
+    "import autocastfx; autocastfx.convert(model, x)(x)": ("AmpModule", "the script converts it"),
     "nn.DataParallel(model)(x)": ("DataParallel", "nn.DataParallel copies it in each call"),
 }
 
