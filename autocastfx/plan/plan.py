@@ -511,6 +511,7 @@ class Plan:
         try:
             data: dict[str, Any] = parsed_json(text)
             check_version(data.pop("version", _VERSION))
+            data.pop("unverified", None)  # of earlier versions
             return typed_data(cls, data, _READ)
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None

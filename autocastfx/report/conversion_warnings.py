@@ -139,7 +139,15 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
     plans = [variant.plan for _, variant in captured]
     is_trained = any(v.mode != "eval" for _, v in captured)
-    so_far = "" if is_trained else " Captured so far: eval mode alone."
+    so_far = ""
+    if captured and any(matched.unmatched()):  # another mode may have what this one lacks, as dropout
+        others = amp_model._others()
+        for variant in others:
+            match_graph(
+                matched, variant.captured.graph, variant.captured.attributes, variant.graph, variant.plan, facts
+            )
+        is_evaluated = all(variant.mode == "eval" for variant in (*amp_model.variants, *others))
+        so_far = " Captured so far: eval mode alone." if is_evaluated else ""
     unmatched = [f"{message}{so_far}" for message in matched.unmatched()]
     messages = (*unmatched, *without_float8(op_list, plans)) if captured else ()
     if is_trained:

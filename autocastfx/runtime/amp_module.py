@@ -267,6 +267,16 @@ class AmpModule(fx.GraphModule):
         graph = next(graph for graph, made in self._made.items() if made is variant)
         return graph, graph.read(self._held()), self._original.device
 
+    def _others(self) -> tuple[Variant, ...]:
+        """Convert the graphs that a check has captured besides, for a look at them."""
+        made = (
+            converted_variant(self._converter, g, g.read(self._held()), self._original.device) for g in self._unused()
+        )
+        return tuple(made)
+
+    def _unused(self) -> list[CapturedGraph]:
+        return [graph for graph in self._captures.graphs if graph not in self._made]
+
     def _with_own_captures(self) -> AmpModule:
         """Return what converts the model in the same way, in graphs of its own."""
         return self._like(Captures(self._model, self._signature, self._captures._whole))

@@ -425,7 +425,7 @@ def test_conditions_and_devices(tmp_path: Path) -> None:
     with pytest.warns(UnmatchedRuleWarning) as none:  # a rule for a device speaks there alone
         plan = stack_plan(tmp_path, text.replace("none", "tanh"))
     assert [str(w.message).partition("test.yaml")[2] for w in none] == [
-        ":2:5: no gelu of the model has approximate=tanh."
+        ":2:5: no gelu of the model has approximate=tanh. Captured so far: eval mode alone."
     ]
     assert runs(plan)["linear"] == "low"
     plan = stack_plan(tmp_path, text)
@@ -458,7 +458,7 @@ def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: 
             return x.tanh() if self.training else x.sin()
 
     rules = op_list(tmp_path, "deny: [sin, tanh]")
-    amp_model = autocastfx.convert(Net(), (x,), op_list=["default", rules], dtype="float16")
+    amp_model = autocastfx.convert(Net(), (x,), op_list=["default", rules], dtype="float16", check=True)
     amp_model.eval()(x)
     assert [variant.plan.nodes[0].op for variant in amp_model.variants] == ["tanh", "sin"]
 

@@ -50,8 +50,8 @@ def low_gpt2() -> tuple[nn.Module, dict[str, Any]]:
 def both(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[Plan, Plan]:
     """The plan of a conversion, and the decisions alone."""
     amp_model = autocastfx.convert(model, (), batch, dtype="bfloat16", **options)
-    captured, converter = captured_of(amp_model.variants[0]), cast("Converter", amp_model._original.converter)
-    return amp_model.variants[0].plan, converter.decide(captured, amp_model._held(), torch.device("cpu"))
+    variant = amp_model.variants[0]
+    return variant.plan, amp_model._plan_by(amp_model._original.converter, variant)
 
 
 @pytest.mark.parametrize("options", [{}, {"weights": "cached", "fold": "kernel"}], ids=["exact", "kernel"])
@@ -95,18 +95,18 @@ def test_decisions_refuse_what_the_list_bans(small: autocastfx.AmpModule) -> Non
     ban = OpList.of({"modules": [{"path": "**", "ops": ["tanh"], "category": "ban"}]})
     banning = replace(converter, op_list=converter.op_list.merged(ban))
     with pytest.raises(BannedOpError, match="tanh"):
-        banning.decide(captured_of(small.variants[0]), small._held(), torch.device("cpu"))
+        small._plan_by(banning, small.variants[0])
 
 
 def test_nothing_is_rewritten_for_decisions(small: autocastfx.AmpModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured, converter = captured_of(small.variants[0]), cast("Converter", small._original.converter)
-    before = str(captured.graph)
+    (variant,), converter = small.variants, small._original.converter
+    before = str(captured_of(variant).graph)
 
     def refuse(self: InsertCasts, state: Any) -> Any:
         raise AssertionError("casts were put in")
 
     monkeypatch.setattr(InsertCasts, "__call__", refuse)
-    converter.decide(captured, small._held(), torch.device("cpu"))
-    assert str(captured.graph) == before
+    small._plan_by(converter, variant)
+    assert str(captured_of(variant).graph) == before
     with pytest.raises(AssertionError, match="casts were put in"):
-        converter(captured, small._held(), torch.device("cpu"))
+        small._variant_by(converter, variant)
