@@ -452,7 +452,7 @@ def test_rules_that_match_nothing_are_warned_of_once_each_and_can_be_silenced(
     assert recwarn.list == []
 
 
-def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: Path) -> None:
+def test_a_rule_is_looked_for_in_the_mode_that_is_captured(x: torch.Tensor, tmp_path: Path) -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.tanh() if self.training else x.sin()
