@@ -180,7 +180,7 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
         if _KEPT.functions and self.fn in _KEPT.functions:
             return _call_named(tx, self.fn, [*self.self_args(), *args], kwargs)
         note_call(self.fn, [*self.self_args(), *args], kwargs)
-        other = written_out(self.fn, args, kwargs)
+        other = written_out(tx, self.fn, args, kwargs)
         return user(self if other is None else UserFunctionVariable(other), tx, args, kwargs)
 
     @wraps(call)
@@ -197,7 +197,7 @@ def keeping_mends() -> list[tuple[Any, str, Any]]:
 
     @wraps(method)
     def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        other = written_out(getattr(torch.Tensor, name, None), args, kwargs)
+        other = written_out(tx, getattr(torch.Tensor, name, None), args, kwargs)
         if other is not None:
             return UserFunctionVariable(other).call_function(tx, [self, *args], dict(kwargs))
         return method(self, tx, name, args, kwargs)
@@ -218,7 +218,7 @@ def _keeping(before: Any) -> Any:
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _KEPT.functions and self.value in _KEPT.functions:
             return _call_named(tx, self.value, args, kwargs)
-        if (other := written_out(self.value, args, kwargs)) is not None:
+        if (other := written_out(tx, self.value, args, kwargs)) is not None:
             return UserFunctionVariable(other).call_function(tx, list(args), dict(kwargs))
         return before(self, tx, args, kwargs)
 

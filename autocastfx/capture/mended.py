@@ -283,8 +283,10 @@ def note_call(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         _SEEN.pads |= "src_key_padding_mask" in given and "mask" not in given and _may_leave_zeros(encoder)
 
 
-def written_out(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def written_out(tx: Any, function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return a function that Dynamo follows in the place of torch's, which reads numbers; None if it follows that."""
+    if function is transformer._detect_is_causal_mask and tx.f_code.co_filename != transformer.__file__:
+        return None  # who else asks wants to know
     if function is F.batch_norm and not any(map(_is_of_tensor, (*args, *kwargs.values()))):
         return None
     return _WRITTEN_OUT.get(cast("Any", function)) if isinstance(function, Hashable) else None
