@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def by_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``convert`` return views."""
-
-
 class Layers(nn.Module):
     """Products, a norm, an activation that is written out, and a large number."""
 
