@@ -204,11 +204,7 @@ def convert(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
             "call as example_inputs."
         )
-    baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
-    if baked and not is_given:
-        spec: Any = module._in_spec
-        args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
-    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
+    signature = CallSignature.of(module.forward)
     leaves = converter.op_list.functions()
     if is_given:
         _bind(signature, module, args, kwargs)

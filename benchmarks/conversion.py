@@ -29,7 +29,6 @@ import torch
 import transformers
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.captured import Captured
@@ -158,10 +157,8 @@ def measure(shape: str, size: int) -> Row:
 
 def _captured(graph: fx.Graph) -> CapturedGraph:
     """Wrap ``graph`` as if it had been captured from a call without arguments."""
-    outputs = graph.output_node().args[0]
     call = CallSignature(()).bind((), {})
-    spec = pytree.tree_structure(tuple(pytree.tree_leaves(outputs)))
-    captured = Captured(graph, {}, spec, call.structure, ShapeGuard(), (True,), torch.device("cpu"))
+    captured = Captured(graph, {}, call.structure, ShapeGuard(), (True,), torch.device("cpu"))
     read = (str(node.target) for node in graph.find_nodes(op="get_attr"))
     return CapturedGraph(captured, tuple(dict.fromkeys(read)), {})
 

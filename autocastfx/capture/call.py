@@ -166,13 +166,12 @@ class CallSignature:
     """A forward's parameters, without annotations, so that the signature pickles and compiles."""
 
     parameters: tuple[inspect.Parameter, ...]
-    by_position: int = 0  # number of leading parameters that ``split`` passes by position, needed or not
 
     @classmethod
-    def of(cls, forward: Callable[..., Any], by_position: int = 0) -> CallSignature:
+    def of(cls, forward: Callable[..., Any]) -> CallSignature:
         """Read the signature of a bound ``forward``."""
         parameters = inspect.signature(forward).parameters.values()
-        return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters), by_position)
+        return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Bind the call ``forward(*args, **kwargs)``.
@@ -223,25 +222,17 @@ class CallSignature:
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return all(p.name in arguments or p.default is not _EMPTY or p.kind in optional for p in self.parameters)
 
-    def split(self, arguments: Mapping[str, Any], *, in_order: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn bound arguments into ``(args, kwargs)``, by keyword wherever Python allows it.
-
-        With ``in_order`` the leading ones are passed by position, where hooks on the model's call look for them.
-        """
+    def split(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn bound arguments into ``(args, kwargs)``, by keyword wherever Python allows it."""
         has_rest = any(p.kind is p.VAR_POSITIONAL and p.name in arguments for p in self.parameters)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for i, p in enumerate(self.parameters):
+        for p in self.parameters:
             if p.kind is p.VAR_POSITIONAL:
                 args.extend(arguments.get(p.name, ()))
             elif p.kind is p.VAR_KEYWORD:
                 kwargs.update(arguments.get(p.name, {}))
-            elif (
-                p.kind is p.POSITIONAL_ONLY
-                or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD)
-                or i < self.by_position
-                or (in_order and p.kind is p.POSITIONAL_OR_KEYWORD and p.name in arguments and len(args) == i)
-            ):
+            elif p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD):
                 args.append(arguments.get(p.name, p.default))
             elif p.name in arguments:
                 kwargs[p.name] = arguments[p.name]

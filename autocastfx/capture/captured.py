@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallStructure
 from autocastfx.capture.shape_guard import ShapeGuard
@@ -22,7 +21,6 @@ class Captured:
         graph: takes the call's tensors as placeholders and returns a flat tuple; ``get_attr`` nodes read parameters and
             buffers by their names in the model.
         attributes: other values of ``get_attr`` nodes, by target: constants, and graphs of higher-order operators.
-        out_spec: the nesting of the output.
         structure: the call structure that it was captured for.
         guard: the conditions on sizes under which it holds.
         training: mode of each module, in the order of ``model.modules()``.
@@ -31,7 +29,6 @@ class Captured:
 
     graph: fx.Graph
     attributes: Mapping[str, Any]
-    out_spec: pytree.TreeSpec
     structure: CallStructure
     guard: ShapeGuard
     training: tuple[bool, ...]

@@ -246,27 +246,15 @@ _CALLS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @contextmanager
-def intact(
-    model: nn.Module, training: Sequence[bool], replacements: Mapping[str, torch.Tensor]
-) -> Generator[None, None, None]:
-    """While open, ``model`` has the given modes and tensors; afterwards it is as before.
+def intact(model: nn.Module) -> Generator[None, None, None]:
+    """While open, ``forward`` may set attributes; afterwards they are as before, containers and objects by content.
 
-    Attributes that ``forward`` sets, and may leave fake tensors in, are restored, containers and objects by content. So
-    are the states of the random number generators of torch, Python and numpy.
-
-    Args:
-        model: the caller's model.
-        training: the flag of each module, in the order of ``model.modules()``.
-        replacements: parameters and buffers by name that replace the model's own.
+    So are the states of the random number generators of torch, Python and numpy.
     """
-    modules, saved = list(model.modules()), _saved_contents(model)
+    saved = _saved_contents(model)
     numpy: Any = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        for module, flag in zip(modules, training, strict=True):
-            module.training = flag
-        for path, table, name in tensor_places(model):
-            table[name] = replacements.get(path, table[name])
         with random_numbers_kept():
             yield
     finally:
@@ -434,7 +422,7 @@ def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
     with ExitStack() as kept:
         for model in models:
             if not isinstance(model, fx.GraphModule):
-                kept.enter_context(intact(model, [module.training for module in model.modules()], {}))
+                kept.enter_context(intact(model))
         for context in (own_thread_state(), random_numbers_kept(), torch.inference_mode(False)):
             kept.enter_context(context)
         try:

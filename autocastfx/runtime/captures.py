@@ -369,7 +369,7 @@ def _graph_of(
             min(node.users).prepend(node)
     inputs = list(graph.find_nodes(op="placeholder"))
     guard = shape_guard(inputs)
-    captured = Captured(graph, attributes, pytree.tree_structure(()), structure, guard, modes, device)
+    captured = Captured(graph, attributes, structure, guard, modes, device)
     inside: dict[str, CapturedGraph] = {}
     for node in graph.nodes:
         if isinstance(node.target, WholeCall) and (again := node.target.recomputed) is not None:
