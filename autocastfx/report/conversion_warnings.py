@@ -143,9 +143,8 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     if captured and any(matched.unmatched()):  # another mode may have what this one lacks, as dropout
         others = amp_model._others()
         for variant in others:
-            match_graph(
-                matched, variant.captured.graph, variant.captured.attributes, variant.graph, variant.plan, facts
-            )
+            if (one := variant.captured) is not None:
+                match_graph(matched, one.graph, one.attributes, variant.graph, variant.plan, facts)
         is_evaluated = all(variant.mode == "eval" for variant in (*amp_model.variants, *others))
         so_far = " Captured so far: eval mode alone." if is_evaluated else ""
     unmatched = [f"{message}{so_far}" for message in matched.unmatched()]
