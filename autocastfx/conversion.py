@@ -83,15 +83,15 @@ def convert(
     nothing is rounded that was not, and without such rules it stays as it is, to the bit.
 
     Args:
-        model: left as it is; the result shares its parameters and buffers, so training one trains the other. A function
+        model: still computes in float32; the result is a view of it, so training one trains the other. A function
             of tensors is converted, too, as one of ``torch.nn.functional``, with its arguments by position and by
             keyword and all that it returns. Numbers that it reads from around it may change: it is captured again.
             Tensors that it reads there are constants, and must need no gradient. :func:`convert_function` is a
             decorator.
         example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone), or its keyword inputs,
-            as a dict. Their sizes and dtypes matter, their values do not. Other sizes are served too, if need be by a
-            further capture. Without any input the model is captured at its first call, from that call's inputs; until
-            then ``graph`` and ``plan`` show a draft, where the model's code can be traced without inputs.
+            as a dict. Their sizes and dtypes matter, their values do not. Calls that no graph fits, with other sizes,
+            structures, modes or attributes, capture a further one. Without any input the model is captured at its first
+            call; until then there is no ``graph`` and no ``plan``.
         example_kwargs: keyword inputs of that call.
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``. By default
             bfloat16 for a CPU, whose float16 kernels are slow, and float16 for all other devices; the logger

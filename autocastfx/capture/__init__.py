@@ -1,1 +1,1 @@
-"""Capture: turn a model into a graph, with torch.export or by tracing."""
+"""Capture: turn a call of a model into a graph, by Dynamo."""

@@ -421,7 +421,7 @@ _OF_ONE: dict[str, Callable[[fx.Node, Known, _KnownNodes], Known | None]] = {
 
 # Remove masks that are known whatever the inputs, and the ops that they make needless.
 #
-# Under torch.export models build attention masks even if nothing is hidden, from ones, zeros and comparisons of
+# In a graph models build attention masks even if nothing is hidden, from ones, zeros and comparisons of
 # positions with 0. Such a mask is one number everywhere, and adding it changes nothing. They build causal masks from
 # comparisons of positions with each other, for torch refuses ``is_causal`` there; but a fused kernel that takes
 # ``is_causal`` is faster than one that takes a mask, and flash attention takes none.

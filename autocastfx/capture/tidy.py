@@ -24,7 +24,7 @@ from autocastfx.graph.walk import values_given
 
 # Replace the code inside transforms of ``torch.func`` (``vmap``, ``grad``, ``jvp``) by operators on whole tensors.
 #
-# Dynamo and torch.export record that a transform begins, what it calls on tensors of its own, and that it ends. Such
+# Dynamo records that a transform begins, what it calls on tensors of its own, and that it ends. Such
 # a graph cannot be run node by node, and one that fails between leaves the transform open for the whole process.
 
 _autograd: Any = cast("Any", torch._C)._autograd
@@ -55,7 +55,7 @@ def flatten_transforms(module: fx.GraphModule) -> fx.GraphModule:
     operators below autograd, such as ``mm`` for ``linear``.
 
     Args:
-        module: of Dynamo or torch.export; its nodes hold examples of their values. It stays as it is.
+        module: of Dynamo; its nodes hold examples of their values. It stays as it is.
 
     Raises:
         CaptureError: code inside a transform switches gradients or autocast, or calls a function with a backward of its

@@ -377,7 +377,7 @@ def titled(view: View, number: str, held: Iterable[str] = ()) -> View:
     names = set(held)
     rows = [row for row in view.rows if row.kind == "input" and not row.depth and row.name not in names]
     inputs = [f"{row.name}={row.dtype}{in_numbers(row.shape)}" for row in rows if row.shape]
-    if not inputs and view.call:  # of a draft, or of a model that was unpickled
+    if not inputs and view.call:
         inputs = [view.call]
     more = [f"{len(inputs) - _MOST_INPUTS} more inputs"] if len(inputs) > _MOST_INPUTS else []
     return replace(view, title=", ".join([number, *inputs[:_MOST_INPUTS], *more, view.plan.device]))
