@@ -23,6 +23,7 @@ from autocastfx.runtime.saved import keep_chosen, planned_form
 from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
 
 if TYPE_CHECKING:
+    from autocastfx.capture.captured import Captured
     from autocastfx.runtime.amp_module import Variant
     from autocastfx.runtime.captures import CapturedGraph
 
@@ -282,6 +283,9 @@ def _return(
 ) -> None:
     """Let the graph return the model's output."""
     results, leaves = variant.results, list[Any]()
+    captured = cast("Captured", variant.captured).graph
+    made = (value(node) for node in captured.find_nodes(op="placeholder"))
+    varies = any(isinstance(n, torch.SymInt) for one in made if isinstance(one, torch.Tensor) for n in one.shape)
     for kind, where in results.places:
         if kind == "value" and isinstance(where, torch.Tensor):
             if id(where) not in paths:
@@ -293,6 +297,11 @@ def _return(
             if not isinstance(where, _DEFAULTS):
                 told = f"the model returns a {type(where).__name__}, which cannot be frozen: return tensors."
                 raise UnsupportedError(told)
+            if type(where) in (int, float) and varies:
+                raise UnsupportedError(
+                    f"the model returns the number {where}, which may depend on sizes, and this graph is for several "
+                    "sizes: return a tensor, or freeze a copy of the converted model that was called with these alone."
+                )
             leaves.append(where)
         else:
             leaves.append({"output": outputs, "tensor": tensors}[kind][where])

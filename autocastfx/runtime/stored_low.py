@@ -34,7 +34,7 @@ def stored_low(
         try:
             amp_model = view(Captures(model, signature, whole, any_size=True), converter, device, leaves)
             frozen = amp_model.freeze(*args, **kwargs)
-        except CaptureError:  # operators that take no symbolic sizes
+        except (CaptureError, UnsupportedError):  # operators that take no symbolic sizes, outputs that are numbers
             amp_model = view(Captures(model, signature, whole), converter, device, leaves)
             frozen = amp_model.freeze(*args, **kwargs)
         (variant,) = amp_model.variants

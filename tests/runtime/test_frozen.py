@@ -220,3 +220,30 @@ def test_which_graph() -> None:
     amp(X[:3])
     with pytest.raises(VariantError, match="2 graphs"):
         amp.freeze()
+
+
+class Sized(nn.Module):
+    """Returns a number that is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.first(x), len(x)
+
+
+def test_a_number_that_depends_on_sizes_is_given_for_these_alone() -> None:
+    x, other = torch.ones(3, 4), torch.ones(5, 4)
+    amp = autocastfx.convert(Sized(), x, dtype=LOW)
+    frozen = amp.freeze(x)
+    assert frozen(x)[1] == 3
+    with pytest.raises(VariantError, match="sizes"):
+        frozen(other)
+    assert [amp(one)[1] for one in (x, other, torch.ones(7, 4))] == [3, 5, 7]
+    with pytest.raises(UnsupportedError, match="returns the number 5, which may depend on sizes"):
+        amp.freeze(other)
+    low = autocastfx.convert(Sized(), x, dtype=LOW, weights="low")
+    assert low(x)[1] == 3
+    with pytest.raises(VariantError, match="sizes"):
+        low(other)
