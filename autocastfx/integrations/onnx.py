@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.call import CallSignature
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.amp_module import AmpModule, signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
@@ -170,18 +171,20 @@ def export(
         raise UnsupportedError("the model is in training mode: call amp_model.eval() before you export it.")
     if "f" in options:
         raise TypeError("export() takes path=..., not f=...")
-    if any(variant.plan.quantized for variant in amp_model.variants):
-        raise UnsupportedError("ONNX has no operator for the model's float8 products: convert it without float8.")
     try:
         for package in ("onnx", "onnxscript"):
             importlib.import_module(package)
     except ImportError as error:
         raise MissingExtraError("this needs onnx and onnxscript: pip install onnx onnxscript") from error
     given = dict(kwargs or {})
-    amp_model._variant_for(args, given)  # where there is none yet, it is captured now, and not inside torch's export
+    shapes = options.get("dynamic_shapes")
+    model = amp_model if shapes is None else amp_model._with_own_captures(any_size=True)
+    frozen = model.freeze(*args, **given)
+    if any(variant.plan.quantized for variant in model.variants):
+        raise UnsupportedError("ONNX has no operator for the model's float8 products: convert it without float8.")
     optimize, external_data = options.pop("optimize", True), options.pop("external_data", True)
     options = {"opset_version": _OPSET, "verbose": False} | options
-    exported = _exported(amp_model, args, given, options.get("dynamic_shapes"))
+    exported = _exported(_Called(frozen, amp_model._signature), args, given, shapes)
     program: Any = torch.onnx.export(exported, optimize=False, **options)
     widen(program.model)
     if optimize:
@@ -194,30 +197,30 @@ def export(
 
 
 class _Called(nn.Module):
-    """The model as a plain module. Of a GraphModule, torch.export runs the shown graph, with arguments by position."""
+    """A frozen graph as a plain module: torch.export gives a GraphModule its keyword arguments by position."""
 
-    called: AmpModule
+    called: fx.GraphModule
 
-    def __init__(self, amp_model: AmpModule) -> None:
+    def __init__(self, frozen: fx.GraphModule, signature: CallSignature) -> None:
         super().__init__()
-        self.__dict__["called"] = amp_model
+        self.__dict__["called"] = frozen
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-            self.__dict__[table] = amp_model.__dict__[table]
-        self.training = amp_model.training
-        self.forward = MethodType(signed_forward(amp_model._signature), self)
+            self.__dict__[table] = frozen.__dict__[table]
+        self.training = frozen.training
+        self.forward = MethodType(signed_forward(signature), self)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self.called._run(args, kwargs)
+        return self.called.forward(*args, **kwargs)
 
 
-def _exported(amp_model: AmpModule, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
+def _exported(called: _Called, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
     """Export the model with the results of fused attention copied, which ONNX does not show.
 
     They may lie in memory in another order than what torch writes in place of attention, and views of it would fail.
     """
     sizes = pytree.tree_map_only(str, lambda _: torch.export.Dim.DYNAMIC, shapes)  # torch.onnx names them afterwards
     with cast("Any", fx_config).patch(backed_size_oblivious=True):  # a size of 1 stays dynamic
-        program = torch.export.export(_Called(amp_model), args, kwargs, dynamic_shapes=sizes, strict=False)
+        program = torch.export.export(called, args, kwargs, dynamic_shapes=sizes, strict=False)
     for graph in (module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)):
         for node in (call for target in _ATTENTION for call in graph.find_nodes(op="call_function", target=target)):
             with graph.inserting_after(node):

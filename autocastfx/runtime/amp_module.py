@@ -277,9 +277,9 @@ class AmpModule(fx.GraphModule):
     def _unused(self) -> list[CapturedGraph]:
         return [graph for graph in self._captures.graphs if graph not in self._made]
 
-    def _with_own_captures(self) -> AmpModule:
+    def _with_own_captures(self, *, any_size: bool = False) -> AmpModule:
         """Return what converts the model in the same way, in graphs of its own."""
-        return self._like(Captures(self._model, self._signature, self._captures._whole))
+        return self._like(Captures(self._model, self._signature, self._captures._whole, any_size=any_size))
 
     # ---- what tools look at ------------------------------------------------------------------------------------------
 
