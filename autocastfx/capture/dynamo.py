@@ -68,6 +68,14 @@ def for_any_size() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
 
 
+# Warnings of what Dynamo itself does: it looks through such caches, and asks tensors for gradients.
+_DYNAMOS = (
+    ".*should not be instantiated",
+    "The .grad attribute of a Tensor",
+    ".*`functools.lru_cache`-wrapped function",
+)
+
+
 class _Capturing:
     """Dynamo's callback for code without a graph that fits, in contexts."""
 
@@ -77,7 +85,7 @@ class _Capturing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack, warnings.catch_warnings():
-            for told in (".*should not be instantiated", "The .grad attribute of a Tensor"):  # what Dynamo itself does
+            for told in _DYNAMOS:
                 warnings.filterwarnings("ignore", told)
             for context in self._around:
                 stack.enter_context(context())

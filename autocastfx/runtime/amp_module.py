@@ -683,7 +683,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
         returned = getattr(self._model, name)(*args, **kwargs)
         return self if returned is self._model else returned
 
-    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
+    method.__name__, method.__doc__ = name, f"Do what ``{name}`` of the model does."
     return method
 
 
