@@ -1,12 +1,12 @@
-"""Time what the host does: for a forward, for a watched step, and from the import to a first dump.
+"""Time what the host does: for forward and backward, for a watched step, and from the import to a first dump.
 
     python -m benchmarks.host_time [--models "BERT 12 layers"] [--rounds 15] [--json PATH]
     python -m benchmarks.host_time --watch [--watched "GPT-2 4x256"] [--every 100] [--rounds 60] [--json PATH]
     python -m benchmarks.host_time --first-dump 15
 
 By default models are so small that kernels take next to nothing. Sides: the float32 model; the same under
-torch.autocast; converted, with casts and with working copies; and the converted graph as a plain fx.GraphModule, which
-calls the same operators and nothing else. All in training mode, with gradients on. The sides take turns, each round
+torch.autocast; converted, with casts and with working copies; and what ``freeze`` gives of the former. All in training
+mode, forward and backward. The sides take turns, each round
 starting with another; a side's ratio is its time divided by the other's in the same round: medians, with quartiles.
 Times are CPU time of the one thread.
 
@@ -30,13 +30,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import AmpModule
@@ -48,9 +48,9 @@ from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, spread, timed, turns
 from benchmarks.training import AUTOCAST, DEFAULT, FLOAT32, Setting, Training, training
 
-CACHED, PLAIN = "cached, fold=exact", "plain graph"
-SIDES = (FLOAT32, AUTOCAST, DEFAULT, CACHED, PLAIN)
-LIMITS = ((DEFAULT, AUTOCAST, 1.0), (CACHED, DEFAULT, 1.0), (DEFAULT, PLAIN, 1.15), (CACHED, PLAIN, 1.15))
+CACHED, FROZEN = "cached, fold=exact", "frozen"
+SIDES = (FLOAT32, AUTOCAST, DEFAULT, CACHED, FROZEN)
+LIMITS = ((DEFAULT, AUTOCAST, 1.0), (CACHED, DEFAULT, 1.0), (FROZEN, AUTOCAST, 1.0))
 CALLS = 5  # of a side in its turn
 BARE, WATCHED, OBSERVED = "plain", "watched", "observed"
 WATCH_LIMIT = 1.02
@@ -99,7 +99,7 @@ MODELS: dict[str, FullModel] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A side of a model: milliseconds of a forward, and quartiles of its ratios over rounds, by the other side."""
+    """A side of a model: milliseconds of forward and backward, and quartiles of its ratios in a round to the others."""
 
     model: str
     side: str
@@ -123,18 +123,11 @@ def _repeated(call: Callable[[], object]) -> Callable[[], object]:
 
 def _calls(full: FullModel) -> dict[str, Callable[[], object]]:
     setting = Setting("cpu", torch.bfloat16)
-    made = {side: training(side, full, setting) for side in SIDES if side != PLAIN}
-    amp_model: Any = made[DEFAULT].model
-    return {**{side: one.forward for side, one in made.items()}, PLAIN: _plain(amp_model, made[DEFAULT].inputs)}
-
-
-def _plain(amp_model: AmpModule, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
-    """The graph of ``amp_model`` for the present mode, called as torch.fx does: it binds no call of the model."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(amp_model.graph, {}))
-    module = fx.GraphModule(amp_model, graph)
-    given = [inputs[str(node.target)] for node in graph.nodes if node.op == "placeholder"]
-    return lambda: module(*given)
+    made = {side: training(side, full, setting) for side in SIDES if side != FROZEN}
+    ours: Any = made[DEFAULT]
+    frozen = ours.model.freeze(**ours.inputs)
+    sides = {**made, FROZEN: replace(ours, forward=lambda: frozen(**ours.inputs))}
+    return {side: one.forward_and_backward for side, one in sides.items()}
 
 
 def above(rows: Sequence[Row]) -> list[str]:
