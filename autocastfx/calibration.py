@@ -72,10 +72,10 @@ class Measuring:
     def __init__(self, mode: str) -> None:
         self.mode, self.found = mode, dict[Key, Range]()
 
-    def prepare(self, graph: CapturedGraph) -> None:
+    def _prepare(self, graph: CapturedGraph) -> None:
         """Do nothing: it settles no sizes."""
 
-    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a graph with Dynamo's inputs."""
         with torch.no_grad(), torch._C._DisableAutocast():
             outputs, seen = measured_run(graph.captured, dict(zip(graph.places, inputs, strict=True)))

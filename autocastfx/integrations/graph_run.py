@@ -57,7 +57,7 @@ class GraphRun:
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
         if self._measuring is not None:
-            return self._measuring.run_graph(self.graph, inputs)
+            return self._measuring._run_graph(self.graph, inputs)
         variant = self.variant
         if variant.has_changed(inputs) and not variant.still_holds(self.graph, self._converter, inputs):
             self._convert_again(inputs)

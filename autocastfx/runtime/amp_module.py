@@ -137,7 +137,7 @@ class AmpModule(fx.GraphModule):
             graph, _, outputs = last
             graph.results.note(result, outputs, self._signature.describe(args, kwargs).tensors)
 
-    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a captured graph as this model converts it."""
         around = NOW.around
         if around is not None:
@@ -161,7 +161,7 @@ class AmpModule(fx.GraphModule):
             NOW.last = graph, inputs, outputs
         return outputs
 
-    def prepare(self, graph: CapturedGraph) -> None:
+    def _prepare(self, graph: CapturedGraph) -> None:
         """Convert a graph, if it is not yet."""
         if graph not in self._made:
             self._convert(graph)
@@ -221,7 +221,7 @@ class AmpModule(fx.GraphModule):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, converts: bool = True
     ) -> tuple[CapturedGraph, Sequence[Any]]:
         """Return the graph that such a call runs, captured now if need be, with its inputs; it does nothing else."""
-        probe = _Probe(self.prepare if converts else lambda _: None)
+        probe = _Probe(self._prepare if converts else lambda _: None)
         with suppress(_Probed):
             self._call_as(probe, args, kwargs)
         if (graph := probe.graph) is None:
@@ -246,7 +246,7 @@ class AmpModule(fx.GraphModule):
     def _capture_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Capture and convert the graph of a call, which does nothing else."""
         with suppress(VariantError):  # a call that computes nothing runs no graph
-            self.prepare(self._probe(args, kwargs)[0])
+            self._prepare(self._probe(args, kwargs)[0])
 
     def _converted_by(self, converter: Any, graphs: Sequence[CapturedGraph], device: torch.device | None) -> AmpModule:
         """Return what converts otherwise what is captured for this model, ``graphs`` at once."""
@@ -574,13 +574,13 @@ class _Probe:
     inputs: Sequence[Any] = ()
 
     def __init__(self, prepare: Callable[[CapturedGraph], None]) -> None:
-        self._prepare = prepare
+        self._wanted = prepare
 
-    def prepare(self, graph: CapturedGraph) -> None:
+    def _prepare(self, graph: CapturedGraph) -> None:
         """Convert the graph, if that is wanted."""
-        self._prepare(graph)
+        self._wanted(graph)
 
-    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """End the call."""
         self.graph, self.inputs = graph, inputs
         raise _Probed
@@ -589,10 +589,10 @@ class _Probe:
 class _AsCaptured:
     """Runs a graph as it was captured."""
 
-    def prepare(self, graph: CapturedGraph) -> None:
+    def _prepare(self, graph: CapturedGraph) -> None:
         """Do nothing: it settles no sizes."""
 
-    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run it, and note what it gives."""
         captured, values = graph.captured, dict(zip(graph.places, inputs, strict=True))
 

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 class Runs(Protocol):
     """A conversion, which makes something of each captured graph and runs it."""
 
-    def run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
         """Run a graph as converted, with Dynamo's inputs."""
         ...
 
-    def prepare(self, graph: CapturedGraph) -> None:
+    def _prepare(self, graph: CapturedGraph) -> None:
         """Convert a graph while Dynamo captures: what that settles of symbolic sizes is part of Dynamo's guards."""
         ...
 
@@ -249,7 +249,7 @@ class Captures:
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
         if NOW.runs is not None:
-            NOW.runs.prepare(graph)
+            NOW.runs._prepare(graph)
         graph.settle()
         self.graphs.append(graph)
         _tell_of_recapture([one.captured for one in self.graphs])
@@ -293,11 +293,11 @@ def _run(of: weakref.ref[Captures], kept: weakref.ref[CapturedGraph], *inputs: A
     if runs is None or captures is None or graph is None:
         raise RuntimeError("a captured graph runs inside of a call of a converted model alone")
     if without is None:
-        return runs.run_graph(graph, inputs)
+        return runs._run_graph(graph, inputs)
     if captures._asks:
         raise _AsksError
     with without():
-        return runs.run_graph(graph, inputs)
+        return runs._run_graph(graph, inputs)
 
 
 def captured_graph(

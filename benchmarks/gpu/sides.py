@@ -55,7 +55,7 @@ class Source:
         converter = _converter(self.model, dtype, weights, fold, saved)
         amp_model = view(self.captures, converter, None, converter.op_list.functions())
         for graph in self.captures.graphs:
-            amp_model.prepare(graph)
+            amp_model._prepare(graph)
         return amp_model
 
     def side(self, name: str, setting: Setting, *, shares_state: bool = False) -> Training:

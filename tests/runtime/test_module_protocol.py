@@ -475,7 +475,7 @@ def test_a_models_own_methods_are_not_hidden() -> None:
 
 def test_a_converted_model_adds_few_public_names() -> None:
     own = {name for name in vars(autocastfx.AmpModule) if not name.startswith("_")} - set(dir(nn.Module))
-    assert own == {"plan"}
+    assert own == {"freeze", "plan", "recompile", "refresh_weights", "training", "variants"}
 
 
 class Difference(nn.Module):
