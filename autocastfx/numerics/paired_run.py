@@ -15,6 +15,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, batch_of, sized
+from autocastfx.capture.captured import Captured
+from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
@@ -26,7 +28,8 @@ from autocastfx.plan.plan import because_of
 from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
-from autocastfx.runtime.amp_module import AmpModule, captured_call
+from autocastfx.runtime.amp_module import AmpModule, view
+from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.operators.float8 import float8_linear
 from autocastfx.runtime.variant import Variant
 
@@ -417,7 +420,7 @@ def run_side_by_side(
         _check_fits(theirs, amp_model._held())
         if captured is None or (_is_low(ours) and not _is_low(theirs)):  # else it has the casts of the 16-bit model
             leaves = amp_model._original.leaves
-            captured, same_call, outside = captured_call(model, leaves, variant.modes, args, kwargs)
+            captured, same_call, outside = _captured_call(model, leaves, variant.modes, args, kwargs)
         theirs |= outside
     if captured is None:
         return PairedRun(variant, Side(low, call, gradients), None, {}, 0, ask)
@@ -430,6 +433,35 @@ def run_side_by_side(
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = Side(low, call, gradients), Side(full, same_call, gradients)
     return PairedRun(variant, run, beside, twins, made + gone, ask)
+
+
+def _captured_call(
+    model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Captured, Call, dict[str, Any]]:
+    """Capture one call of a model, in these modes of its modules; the call does nothing else.
+
+    Args:
+        model: stays as it is.
+        leaves: paths of functions that stay whole.
+        modes: of the modules.
+        args: of the call, by position.
+        kwargs: of the call, by keyword.
+
+    Returns:
+        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
+    """
+    amp_model, before = (
+        view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), None, None, leaves),
+        [(module, module.training) for module in model.modules()],
+    )
+    try:
+        for (module, _), mode in zip(before, modes, strict=True):
+            module.training = mode
+        graph, inputs = amp_model._probe(args, kwargs, converts=False)
+    finally:
+        for module, mode in before:
+            module.training = mode
+    return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 
 def _is_low(tensors: Mapping[str, torch.Tensor]) -> bool:

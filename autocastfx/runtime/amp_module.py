@@ -21,7 +21,6 @@ from torch.jit._trace import TracerWarning
 from torch.nn.modules.module import _has_any_global_hook
 
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import capturing, garbage_left, isolated, own_thread_state
 from autocastfx.capture.progress import stage
@@ -643,32 +642,6 @@ def _restored(
     if tell is not None:
         amp_model.__dict__["_tell"] = tell
     return amp_model
-
-
-def captured_call(
-    model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Captured, Call, dict[str, Any]]:
-    """Capture one call of a model, in these modes of its modules; the call does nothing else.
-
-    Args:
-        model: stays as it is.
-        leaves: paths of functions that stay whole.
-        modes: of the modules.
-        args: of the call, by position.
-        kwargs: of the call, by keyword.
-
-    Returns:
-        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
-    """
-    amp_model, before = _restored(model, None, None, leaves), [(module, module.training) for module in model.modules()]
-    try:
-        for (module, _), mode in zip(before, modes, strict=True):
-            module.training = mode
-        graph, inputs = amp_model._probe(args, kwargs, converts=False)
-    finally:
-        for module, mode in before:
-            module.training = mode
-    return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
