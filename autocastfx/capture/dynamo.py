@@ -187,26 +187,26 @@ def recurrent_layers_captured() -> Generator[None]:
 
     It calls ``pad_packed_sequence`` as it is, by a rule that torch 2.11 does not have yet.
     """
-    from torch._dynamo.trace_rules import get_torch_obj_rule_map
-    from torch._dynamo.variables import SkipFunctionVariable
-
-    rule = patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable})
-    with torch._dynamo.config.patch(allow_rnn=True), rule, any_size():
+    with torch._dynamo.config.patch(allow_rnn=True), _PADDING_AS_IT_IS, any_size():
         yield
 
 
 @contextmanager
-def _attention_written_out() -> Generator[None]:
-    """Let torch's attention layers call the operators that lists know, and no guard ask for the switch of that."""
-    switch = torch.backends.mha.get_fastpath_enabled
-    with ATTENTION_WRITTEN_OUT, patch.object(switch, "_dynamo_marked_constant", True, create=True):
+def _padding_as_it_is() -> Generator[None]:
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import SkipFunctionVariable
+
+    with patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable}):
         yield
+
+
+_PADDING_AS_IT_IS = Shared(_padding_as_it_is)
 
 
 def contexts_for(model: nn.Module, *, recurrent: bool = True) -> list[Around]:
     """Return the contexts in which a model is captured and called, by the layers that are in it."""
     modules = list(model.modules())
-    around: list[Around] = [_attention_written_out] if any(isinstance(m, FUSED) for m in modules) else []
+    around: list[Around] = [lambda: ATTENTION_WRITTEN_OUT] if any(isinstance(m, FUSED) for m in modules) else []
     if recurrent and any(isinstance(m, nn.RNNBase) for m in modules):
         around.append(recurrent_layers_captured)
     return around

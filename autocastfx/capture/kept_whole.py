@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -30,15 +31,18 @@ from autocastfx.graph.names import FUNCTIONS, located
 
 @contextmanager
 def _attention_written_out() -> Generator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
+    switch = torch.backends.mha.get_fastpath_enabled
+    before = switch()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with patch.object(switch, "_dynamo_marked_constant", True, create=True):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-# While open, torch's attention layers call the operators that lists know, as under torch.compile and in training.
+# While open, torch's attention layers call the operators that lists know, as under torch.compile and in training, and
+# no guard asks for the switch of that.
 ATTENTION_WRITTEN_OUT = Shared(_attention_written_out)
 
 

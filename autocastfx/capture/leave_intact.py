@@ -166,23 +166,30 @@ def _of_module(old: Any, new: Any) -> types.FunctionType:
     return either
 
 
+def _compile_lock() -> threading.RLock:
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 class Shared:
     """A context that is open from when the first thread enters it until the last has left it.
 
-    Threads that each patched the same function would restore each other's patch.
+    Threads that each patched the same function would restore each other's patch. It opens and closes while no thread
+    compiles: Dynamo asserts that what it has read is the same when it is done.
     """
 
     def __init__(self, opened: Callable[[], AbstractContextManager[object]]) -> None:
         self._opened, self._lock, self._inside, self._stack = opened, threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
-        with self._lock:
+        with _compile_lock(), self._lock:
             if not self._inside:
                 self._stack.enter_context(self._opened())
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with _compile_lock(), self._lock:
             self._inside -= 1
             if not self._inside:
                 self._stack.close()
@@ -214,7 +221,8 @@ def capturing() -> Generator[None, None, None]:
         for function in (value for value in made if isinstance(value, types.FunctionType)):
             weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
 
-    with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
+    # Dynamo's lock comes first, as where Dynamo calls a backend that captures.
+    with _compile_lock(), CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
         yield
 
 
