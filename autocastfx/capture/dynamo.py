@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
-from autocastfx.capture.leave_intact import Shared, capturing, quiet_logs
+from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
 from autocastfx.capture.mended import asking_mends, messages_after_graph, object_mends, storing_mends
 from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
@@ -49,10 +49,8 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
             "Dynamo is off (TORCHDYNAMO_DISABLE=1, or torch._dynamo.config.disable), and a converted model needs it: a "
             "call would run in float32. Turn it on, or use what amp_model.freeze(*inputs) has made."
         )
-    context.callback = _Capturing(
-        context.callback,
-        (capturing, quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed, *around),
-    )
+    ours = capturing, garbage_left, quiet_logs, lambda: MENDED, messages_after_graph, floats_kept, _as_often_as_needed
+    context.callback = _Capturing(context.callback, (*ours, *around))
     return context(function)
 
 

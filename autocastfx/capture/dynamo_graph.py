@@ -30,7 +30,7 @@ from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, keeping_floats, run_cast
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
-from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.alias import alias_sets, storage_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import HELD, Held, attributes_of, line_of
 
@@ -332,9 +332,9 @@ class _Tracer(fx.Interpreter):
 
     def _is_read(self, x: torch.Tensor) -> bool:
         """True if backward, or what follows in the graph, may read what ``x`` holds until now."""
-        storage = x.untyped_storage()._cdata
+        storage = storage_of(x)
         others = (one for one in self.env.values() if isinstance(one, torch.Tensor) and one is not x)
-        is_held = any(one.untyped_storage()._cdata == storage for one in others)
+        is_held = any(storage_of(one) == storage for one in others)
         return is_held or not x.is_leaf or _is_read_before(self._node.args[0], self._node)
 
     def _floats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:

@@ -27,6 +27,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
+from autocastfx.graph.alias import storage_of
 from autocastfx.graph.node import schema
 
 # Keep what capture and conversion execute apart from the caller's thread state in torch.
@@ -498,11 +499,6 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.equal(b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def storage_of(x: torch.Tensor) -> int:
-    """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
 
 
 # The training flags of a model's modules.

@@ -88,6 +88,8 @@ def mends_that_note() -> list[tuple[Any, str, Any]]:
 
 def _source(frame: Any) -> str:
     """Return the text of the call that Dynamo is at; before Python 3.11, the whole line."""
+    while frame.f_code.co_name == "__torch_function__" and frame.parent is not None:  # of a mode, like a default device
+        frame = frame.parent
     file, at = frame.f_code.co_filename, frame.current_instruction.positions
     if at is None or None in (at.lineno, at.end_lineno, at.col_offset, at.end_col_offset):
         return linecache.getline(file, frame.lineno or 0)

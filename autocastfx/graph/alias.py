@@ -103,7 +103,7 @@ def alias_sets(
     owners: dict[int, fx.Node] = {}
     for node in graph.nodes:
         for tensor in (t for t in tensors(node) if t.layout == torch.strided):
-            share(owners.setdefault(_storage_id(tensor), node), node)
+            share(owners.setdefault(storage_of(tensor), node), node)
         for use in aliased(node):
             share(use, node)
         for target in written_by(node):
@@ -115,8 +115,9 @@ def alias_sets(
     return {node: one for node, one in sets.items() if not written.isdisjoint(one.members)}
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def storage_of(x: torch.Tensor) -> int:
+    """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
 
 
 def aliased(node: fx.Node) -> Iterator[fx.Node]:

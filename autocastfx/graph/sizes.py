@@ -292,6 +292,11 @@ def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return RECURRENT.get(target, target)(*args, **kwargs)
 
 
+def abstract_copy(abstract: Any) -> Any:
+    """Return an abstract value like another one, whose sizes are numbers, in memory of its own."""
+    return pytree.tree_map_only(FakeTensor, lambda leaf: _of_example_sizes(leaf, leaf.fake_mode), abstract)
+
+
 def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
     """Do as ``torch.empty_strided`` under ``mode``, but without dispatch, which takes most of the time."""
     sizes = [example(n) for n in abstract.shape], [example(n) for n in abstract.stride()]

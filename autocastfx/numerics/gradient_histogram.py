@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.errors import CalibrationError, MissingExtraError
 from autocastfx.files import plain_data
+from autocastfx.graph.alias import storage_of
 from autocastfx.graph.magnitude import NOTHING, Exponents, Margin, Tally, read_tallies, shift_of
 from autocastfx.graph.node import is_cast
 from autocastfx.runtime.amp_module import AmpModule
@@ -359,19 +360,15 @@ def _after(
     histogram: GradientHistogram, seen: WeakTensorKeyDictionary, name: str, _: Any, inputs: Any, outputs: Any
 ) -> None:
     """Record the gradients of ``outputs``, once each; those that are views of ``inputs`` have their gradients."""
-    stores = {_store(tensor) for tensor in _tensors(inputs)}
+    stores = {storage_of(tensor) for tensor in _tensors(inputs)}
     for tensor in _tensors(outputs):
-        if tensor.requires_grad and tensor not in seen and _store(tensor) not in stores:
+        if tensor.requires_grad and tensor not in seen and storage_of(tensor) not in stores:
             seen[tensor] = True
             tensor.register_hook(partial(histogram.record, _VALUES, name))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided)
-
-
-def _store(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _after_node(

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.graph.alias import is_opaque, reachable
+from autocastfx.graph.alias import is_opaque, reachable, storage_of
 from autocastfx.graph.magnitude import takes_mask
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import draws_random_numbers, module_path, tensors, uses, value
@@ -26,7 +26,7 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 from autocastfx.policy.saved import Keep
-from autocastfx.runtime.saved import FORMS, as_it_is, storage_of
+from autocastfx.runtime.saved import FORMS, as_it_is
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call

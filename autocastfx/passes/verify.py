@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import VerifyError
-from autocastfx.graph.alias import mutated_inputs
+from autocastfx.graph.alias import mutated_inputs, storage_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Use, argument, captured_behind, dtypes, origin, set_value, subgraphs, uses, value
-from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
+from autocastfx.graph.sizes import abstract_call, abstract_copy, concrete_sizes, dtypes_of
 from autocastfx.passes.analysis.kept_args import check_kept_args
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
@@ -54,6 +56,7 @@ def verify(
         raise VerifyError(f"the rewritten graph is malformed: {error}") from error
     sizes = concrete_sizes(graph)
     changed: set[fx.Node] = set()
+    results: dict[Any, Any] = {}  # of equal layers, which run once
     for node in graph.nodes:
         computes = node.op in ("call_function", "call_method") and not subgraphs(node, attributes)
         gives_tensors = dtypes(node) != ()
@@ -62,7 +65,7 @@ def verify(
         if computes and (value(node) is None or reads_changed or is_to_change):
             before = value(node)
             try_kernel(node)
-            set_value(node, _run(node, graph))
+            set_value(node, _run(node, graph, results))
             if before is None or dtypes_of(before) != dtypes(node):
                 changed.add(node)
         else:
@@ -77,13 +80,42 @@ def _callable(node: fx.Node) -> Callable[..., Any]:
     return node.target if callable(node.target) else getattr(torch.Tensor, node.target)
 
 
-def _run(node: fx.Node, graph: fx.Graph) -> Any:
+def _run(node: fx.Node, graph: fx.Graph, results: dict[Any, Any]) -> Any:
+    """Run a node on abstract values, or copy the result of one like it."""
     args, kwargs = map_arg((node.args, node.kwargs), value)
+    key = _key(node, args, kwargs)
+    if key in results:
+        return abstract_copy(results[key])
     try:
-        return abstract_call(_callable(node), args, kwargs)
+        result = abstract_call(_callable(node), args, kwargs)
+        if key is not None and _storages(result).isdisjoint(_storages((args, kwargs))):
+            results[key] = result
+        return result
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
         raise VerifyError(_report(graph, node, f"{op_name(node)}({shown}) fails: {error}")) from error
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Return what the abstract result of an operator follows from; None if that is not known, or it writes."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return None
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    keys: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            keys += leaf.dtype, leaf.device, leaf.dim(), *leaf.shape, *leaf.stride()
+        else:
+            keys += type(leaf), leaf
+    return (target, spec, *keys) if all(isinstance(key, (type, *_PLAIN)) for key in keys) else None
+
+
+def _storages(abstract: Any) -> set[int]:
+    return {storage_of(leaf) for leaf in pytree.tree_leaves(abstract) if isinstance(leaf, torch.Tensor)}
 
 
 def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, tuple[torch.dtype, ...]]) -> str | None:

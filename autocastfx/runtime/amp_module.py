@@ -209,7 +209,7 @@ class AmpModule(fx.GraphModule):
         working = stage(f"converting {len(graph.captured.graph.nodes)} nodes for {device.type}", "passes")
         with capturing(), own_thread_state(), garbage_left(), working:  # torch traces in one thread at a time
             variant = converted_variant(self._converter, graph, graph.read(self._held()), device)
-        variant.mount(f"{_TABLE}.{number}")
+            variant.mount(f"{_TABLE}.{number}")
         self._variants.add_module(str(number), variant)
         self._made[graph] = variant
         if (tell := self.__dict__.pop("_tell", None)) is not None:

@@ -24,7 +24,7 @@ from autocastfx.capture.call import Call, CallSignature, CallStructure, device_a
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
 from autocastfx.capture.kept_whole import keeping_whole
-from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
+from autocastfx.capture.leave_intact import capturing, own_thread_state
 from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, tell_of_padding
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
@@ -241,7 +241,7 @@ class Captures:
         """Take a graph of Dynamo's; return what Dynamo calls in its place."""
         stored = stored_results()
         self._asks |= asks_for_gradients()
-        with capturing(), own_thread_state(), garbage_left():
+        with capturing(), own_thread_state():
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)

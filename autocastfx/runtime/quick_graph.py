@@ -117,8 +117,9 @@ def call_quick(graph: fx.Graph, *, torchs_alone: bool = False) -> None:
             node.target, node.args = _CASTS[node.args[1:]], node.args[:1]
         elif node.target in QUICK and _is_called_alike(node):
             function = QUICK[node.target]
-            if not (torchs_alone and isinstance(function, FunctionType) and function.__module__.startswith(_OURS)):
-                node.target = function
+            if torchs_alone and isinstance(function, FunctionType) and function.__module__.startswith(_OURS):
+                function = torch.batch_norm if function is _batch_norm else node.target
+            node.target = function
     _copy_constants(graph)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import storage_of
+from autocastfx.graph.alias import storage_of
 from autocastfx.plan.plan import PlannedSaved
 from autocastfx.policy.float8 import E4M3
 from autocastfx.policy.saved import Keep

@@ -48,6 +48,16 @@ def test_what_is_written_into_a_slice_of_everything_is_written() -> None:
     assert {"mul_", "add_"} <= set(found)
 
 
+def test_a_cast_to_the_dtype_of_a_value_is_left_out_beside_a_default_device_too() -> None:
+    """Dynamo calls each function through the mode that sets the device."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.softmax(-1).type(x.dtype) + 1
+
+    with torch.device("cpu"):
+        assert "to" not in ops(function)
+
+
 def test_the_name_of_a_module_may_begin_with_a_digit() -> None:
     """What runs without gradients is a graph of its own, whose arguments are named after tensors of the model."""
     torch.manual_seed(0)
