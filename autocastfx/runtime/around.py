@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -76,12 +77,14 @@ class Around:
                 "torch.fx.symbolic_trace gives a converted model no tensors, by which it chooses a graph: trace "
                 "amp_model.freeze(*inputs), which is one graph, or by make_fx."
             )
+        kwargs = dict(kwargs)
         self._leave()
         try:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, dict(kwargs)))
-            return pytree.tree_map_only(torch.Tensor, self._of, function(args, kwargs))
+            given = replace_tensors(self._stand_in, (args, kwargs))
+            return replace_tensors(self._of, function(*given))
         finally:
             self._left.close()
+            replace_tensors(self._of, (args, kwargs))  # in lists and dicts, to which forward may have added others
             eval_frame.set_eval_frame(self.compiler)
 
     @contextmanager
@@ -158,6 +161,22 @@ class Around:
                 torch._dynamo.maybe_mark_dynamic(other, dim)
         self._kept[id(tensor)], self._given[id(other)] = other, tensor
         return other
+
+
+def replace_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return ``tree`` with other tensors: the same lists, dicts and deques, and what else holds no tensor replaced."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, deque, dict)):
+        container = cast("dict[Any, Any]", tree)
+        for key, one in list(container.items() if isinstance(tree, dict) else enumerate(container)):
+            if (other := replace_tensors(function, one)) is not one:
+                container[key] = other
+        return container
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+    others = [part if part is tree else replace_tensors(function, part) for part in parts]
+    is_same = all(one is other for one, other in zip(parts, others, strict=True))
+    return tree if is_same else pytree.tree_unflatten(others, spec)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

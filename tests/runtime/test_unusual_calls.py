@@ -87,6 +87,35 @@ def test_flop_counter(pair: tuple[Net, Any]) -> None:
     assert counts[0] == counts[1] > 0
 
 
+class Appending(Net):
+    """Keeps its result in a list and a dict of the caller's."""
+
+    def forward(self, x: Tensor, log: list[Any], kept: dict[str, Tensor]) -> Any:
+        y = super().forward(x)
+        log.append(y)
+        kept["y"] = y
+        return y, log
+
+
+@pytest.mark.parametrize("name", ["mode", "transform"])
+def test_lists_and_dicts_of_the_caller_get_what_forward_adds(name: str) -> None:
+    log, kept, x = [X], {"x": X}, X.clone()
+    amp_model = autocastfx.convert(Appending(), (x, log, kept), dtype=LOW)
+
+    def loss(x: Tensor) -> Tensor:
+        y, same = amp_model(x, log, kept)
+        assert same is log
+        assert log[1] is kept["y"] is y
+        return y.sum()
+
+    if name == "mode":
+        with FlopCounterMode(display=False):
+            loss(x)
+    else:
+        torch.func.grad(loss)(x)
+    assert (len(log), log[0] is X, kept["x"] is X) == (2, True, True)
+
+
 def test_fake_mode(pair: tuple[Net, Any]) -> None:
     """A call on fake tensors gives one, and leaves none in the model."""
     _, amp = pair
