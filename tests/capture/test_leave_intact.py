@@ -339,6 +339,74 @@ def test_what_hooks_count_is_as_before(kind: str) -> None:
     assert counted() != before
 
 
+_HELD: dict[str, torch.Tensor] = {}
+_DRAWN = torch.Generator()
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+
+
+def _closure() -> Callable[[torch.Tensor], torch.Tensor]:
+    hidden = torch.zeros(())
+
+    def step(h: torch.Tensor) -> torch.Tensor:
+        nonlocal hidden
+        before, hidden = hidden, h.detach().sum()
+        return h + before
+
+    return step
+
+
+class Remembers(nn.Module):
+    """Keeps what it has computed in places that are no attributes of it."""
+
+    hidden: torch.Tensor | None = None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind, self.slots, self.closed = nn.Linear(4, 4), kind, Slots(), _closure()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        match self.kind:
+            case "class":
+                h, Remembers.hidden = h if Remembers.hidden is None else h + Remembers.hidden, h.detach()
+            case "slots":
+                h, self.slots.hidden = h if self.slots.hidden is None else h + self.slots.hidden, h.detach()
+            case "closure":
+                h = self.closed(h)
+            case "global":
+                h = self.from_global(h)
+            case _:
+                h = h + torch.randn(h.shape, generator=_DRAWN)
+        return h
+
+    def from_global(self, h: torch.Tensor) -> torch.Tensor:
+        before, _HELD["h"] = _HELD.get("h", torch.zeros(())), h.detach().sum()
+        return h + before
+
+
+@pytest.mark.parametrize("kind", ["class", "slots", "closure", "global", "generator"])
+def test_what_forward_keeps_outside_of_the_modules_is_as_before(kind: str) -> None:
+    """The comparison calls the model, too, and would take it for one that does not repeat itself."""
+    _HELD.clear()
+    Remembers.hidden = None
+    torch.manual_seed(0)
+    model, x, drawn = Remembers(kind), torch.randn(3, 4), _DRAWN.get_state()
+    first, second = model(x), model(x)
+    Remembers.hidden = model.slots.hidden = None
+    _HELD.clear()
+    _DRAWN.set_state(drawn)
+    model.closed = _closure()
+    amp_model = autocastfx.convert(model, x, dtype="bfloat16", op_list="float32", check=True)
+    assert torch.equal(amp_model(x), first)
+    assert torch.equal(amp_model(x), second)
+
+
 # -- the context itself -----------------------------------------------------------------------------------------------
 
 
