@@ -494,6 +494,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
     if not issubclass(type(tensor), nn.Parameter):  # a tensor of a class of its own, which says that it is one
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    if tensor.is_inference():  # autograd takes none
+        with torch.inference_mode(False):
+            return nn.Parameter(tensor.clone(), tensor.requires_grad)
     # ``data`` has a version of its own: pending backward passes do not see what is written there and restored.
     made = cast("Any", torch.Tensor)._make_subclass(type(tensor), tensor.data, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)

@@ -475,6 +475,16 @@ def test_parameters_of_other_classes_and_with_attributes_are_so_in_isolation() -
         assert model.weight.kept_apart  # type: ignore[attr-defined]
 
 
+def test_a_model_made_in_inference_mode_is_compared(recwarn: pytest.WarningsRecorder) -> None:
+    """Autograd takes no tensor of inference mode: it runs, and learns, on copies."""
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
+    with torch.no_grad():
+        amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+        assert (amp_model(x) - model(x)).norm() < 0.05 * model(x).norm()
+    assert not [one for one in recwarn if one.category is UncheckedWarning]
+
+
 @pytest.mark.parametrize(
     "write",
     [
