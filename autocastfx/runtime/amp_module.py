@@ -437,18 +437,6 @@ class AmpModule(fx.GraphModule):
         shown = set(object.__dir__(self)) - (set() if self._variants else _OF_A_GRAPH)  # tools read all that is there
         return sorted({*shown, *dir(self._model)})
 
-    def __len__(self) -> int:
-        return len(self._model)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._wrapped(one) for one in self._model)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._wrapped(self._model[index])
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._model
-
     def _wrapped(self, value: Any) -> Any:
         return self._view_of(value) if isinstance(value, nn.Module) else value
 
@@ -621,7 +609,11 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
     """Return a converted model that captures by ``captures`` and converts by ``converter``."""
     kind = type(captures.model)
     if kind not in _KINDS:
-        theirs = {name: _the_models(name) for name in ("freeze", "refresh_weights") if hasattr(kind, name)}
+        theirs: dict[str, Any] = {n: _the_models(n) for n in ("freeze", "refresh_weights") if hasattr(kind, n)}
+        special = [n for n in dir(kind) if n.startswith("__") and not hasattr(fx.GraphModule, n)]
+        if not issubclass(kind, fx.GraphModule) and kind.__call__ is not nn.Module.__call__:
+            special.append("__call__")
+        theirs |= {n: _special(n) for n in special if callable(getattr(kind, n))}
         _KINDS[kind] = type(AmpModule.__name__, (AmpModule,), {"__module__": AmpModule.__module__, **theirs})
     return _KINDS[kind](captures, converter, device, leaves)
 
@@ -629,6 +621,18 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
 def _the_models(name: str) -> property:
     """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
     return property(lambda self: self.__getattr__(name))
+
+
+def _special(name: str) -> Callable[..., Any]:
+    """Return a special method that is the model's: Python looks for them in the class."""
+
+    def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+        given = [one._model if isinstance(one, AmpModule) else one for one in args]
+        own = getattr(self._model, name)
+        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*given, **kwargs)
+
+    skip_frames(method)
+    return method
 
 
 def _restored(
@@ -644,6 +648,7 @@ def _restored(
     return amp_model
 
 
+_ITERATES = ("__iter__", "__reversed__")
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
 _OF_A_GRAPH = {"_active", "_graph", *dir(AmpModule)} - set(dir(nn.Module))
 _TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")
