@@ -425,7 +425,7 @@ class AmpModule(fx.GraphModule):
         if name in _OWN or name in self.__dict__ or isinstance(getattr(AmpModule, name, None), property):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._model, name, value._model if isinstance(value, AmpModule) else value)
+            setattr(self._model, name, self._bare(value))
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -436,6 +436,16 @@ class AmpModule(fx.GraphModule):
     def __dir__(self) -> list[str]:
         shown = set(object.__dir__(self)) - (set() if self._variants else _OF_A_GRAPH)  # tools read all that is there
         return sorted({*shown, *dir(self._model)})
+
+    def _bare(self, value: Any) -> Any:
+        """Return the model's own module for a view of it, also inside of a module, which the model may then hold."""
+        if isinstance(value, AmpModule):
+            return value._model if value._converter is self._converter else value
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                for name, view in [(n, one) for n, one in module._modules.items() if isinstance(one, AmpModule)]:
+                    module._modules[name] = self._bare(view)
+        return value
 
     def _wrapped(self, value: Any) -> Any:
         return self._view_of(value) if isinstance(value, nn.Module) else value
@@ -627,9 +637,8 @@ def _special(name: str) -> Callable[..., Any]:
     """Return a special method that is the model's: Python looks for them in the class."""
 
     def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
-        given = [one._model if isinstance(one, AmpModule) else one for one in args]
         own = getattr(self._model, name)
-        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*given, **kwargs)
+        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*args, **kwargs)
 
     skip_frames(method)
     return method
@@ -658,7 +667,7 @@ _BY_ITSELF = ("__init__", "__call__", "_call_impl", "_wrapped_call_impl", "forwa
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
-        returned = getattr(self._model, name)(*args, **kwargs)
+        returned = getattr(self._model, name)(*map(self._bare, args), **kwargs)
         return self if returned is self._model else returned
 
     method.__name__, method.__doc__ = name, f"Do what ``{name}`` of the model does."

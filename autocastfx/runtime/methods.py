@@ -39,7 +39,7 @@ class Method:
                 "float32. Convert in place, with autocastfx.enable."
             )
         with _converted_inside(owner):
-            return owner._wrapped(self._method(*args, **kwargs))
+            return owner._wrapped(self._method(*map(owner._bare, args), **kwargs))
 
 
 @contextmanager

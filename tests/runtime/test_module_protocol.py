@@ -575,3 +575,31 @@ def test_special_methods_are_the_models(x: torch.Tensor) -> None:
     amp_model["last"] = amp_model.layers["first"]
     assert model.layers["last"] is model.layers["first"]
     assert [type(layer) for layer in reversed(amp_model)] == [type(amp_model.layers["first"])] * 2
+
+
+class Around(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.more = layer, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.more(x)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda amp_model: setattr(amp_model[0], "0", Around(amp_model[0][0])),
+        lambda amp_model: amp_model.__setitem__(1, nn.Sequential(Around(amp_model[1]))),
+        lambda amp_model: amp_model.append(Around(amp_model[1])),
+        lambda amp_model: amp_model.add_module("1", Around(amp_model[1])),
+        lambda amp_model: amp_model.append(amp_model[1]),
+    ],
+    ids=["an attribute", "an item", "a method", "a method of Module", "itself"],
+)
+def test_what_is_put_around_a_part_holds_the_models_own(put: Any, x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+    put(amp_model)
+    assert not any(isinstance(one, autocastfx.AmpModule) for one in model.modules())
+    assert 0 < relative_error(amp_model(x), model(x)) < 0.02
