@@ -163,6 +163,9 @@ ARGUMENTS: dict[str, tuple[Act, str]] = {
         lambda: autocastfx.enable(autocastfx.enable(Net())),
         "this Net is enabled already: call disable first",
     ),
+    "enabled function": (lambda: autocastfx.enable(torch.relu), "enable takes an nn.Module, not a builtin_function_or"),  # type: ignore
+    "enabled class": (lambda: autocastfx.enable(Net), "enable takes an nn.Module, not a class"),  # type: ignore
+    "op_list: a number": (lambda: convert(op_list=3), r"op_list is a name, a path, .*, not int \(3\)"),
 }
 FILES: dict[str, tuple[Act, str]] = {
     "no list": (lambda: convert(op_list="nope.yaml"), r"cannot read the op list nope\.yaml: No such file"),

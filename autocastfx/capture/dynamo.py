@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache, wraps
+from importlib import import_module
 from traceback import StackSummary, walk_tb
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -41,6 +42,7 @@ def compiled_in_one_graph(function: Callable[..., Any], backend: Callable[..., A
         backend: takes Dynamo's graph and its inputs.
         around: contexts that are open while Dynamo captures, and not in other calls.
     """
+    import_module("torch._inductor")  # first, as torch.compile does: it and Dynamo import each other
     from torch._dynamo.eval_frame import optimize
 
     context: Any = optimize(backend=backend, nopython=True)

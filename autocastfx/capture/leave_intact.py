@@ -251,7 +251,8 @@ def _forget(filename: str) -> None:
 # Restore the caller's module after a capture.
 
 _NO_STATE = (type, types.ModuleType)
-_CALLS = (types.FunctionType, types.MethodType, functools.partial)
+_BOUND = (types.MethodType, functools.partial)
+_CALLS = (types.FunctionType, *_BOUND)
 
 
 @contextmanager
@@ -317,15 +318,18 @@ def _accelerator() -> Any:
 def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the objects that a forward can change in place, each with a copy of its content.
 
-    These are containers at any depth, the attributes of modules and of the objects that modules hold, and tensors that
-    are neither parameters nor buffers; generators of random numbers; and what hooks refer to.
-    Objects inside those objects are left out: a trainer, say, refers to everything.
+    These are containers at any depth, the attributes of modules, of their classes and of the objects that modules hold,
+    and tensors that are neither parameters nor buffers; generators of random numbers; and what ``forward``, the methods
+    that it calls, and hooks refer to. Objects inside those objects are left out: a trainer, say, refers to everything.
     """
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, tuple[Any, Any]] = {}
+    classes = [one for one in _classes(model) if not one.__module__.startswith("torch.")]
+    saved: dict[int, tuple[Any, Any]] = {id(one): (one, dict(vars(one))) for one in classes}
+    own = (value for one in classes for value in vars(one).values() if not isinstance(value, _CALLS))
     tables = [one for module in model.modules() for name, one in vars(module).items() if name.endswith("_hooks")]
     hooks = (hook for one in tables for hook in (one.values() if isinstance(one, Mapping) else one))
-    queue: deque[tuple[Any, bool]] = deque([(model, True), *((hook, True) for hook in hooks)])
+    first = (model, *hooks, *own, *_run_by_forward(classes))
+    queue: deque[tuple[Any, bool]] = deque((one, True) for one in first)
     while queue:
         item, of_module = queue.popleft()
         if id(item) in saved or id(item) in registered or isinstance(item, _NO_STATE):
@@ -351,13 +355,40 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
             members = [one for one in _referred_to(item) if not isinstance(one, nn.Module)]
         elif of_module and isinstance(getattr(item, "__dict__", None), dict):
             members, of_module = (item.__dict__,), isinstance(item, nn.Module)
+        elif of_module and (slots := _slots(item)):
+            saved[id(item)], members, of_module = (item, slots), slots.values(), False
         of_hook = isinstance(item, (*_CALLS, types.CellType))
-        queue.extend((member, of_module) for member in members if of_hook or not isinstance(member, _CALLS))
+        queue.extend((member, of_module) for member in members if of_hook or not isinstance(member, _BOUND))
     return list(saved.values())
 
 
+def _classes(model: nn.Module) -> list[type]:
+    return list(dict.fromkeys(base for module in model.modules() for base in type(module).__mro__[:-1]))
+
+
+def _run_by_forward(classes: Sequence[type]) -> Iterator[types.FunctionType]:
+    """Yield the methods named ``forward``, and those whose names these mention, at any depth."""
+    names = {"forward": None}
+    queue = deque(names)
+    while queue:
+        name = queue.popleft()
+        for method in (vars(one)[name] for one in classes if name in vars(one)):
+            function = inspect.unwrap(getattr(method, "__func__", method))
+            if isinstance(function, types.FunctionType):
+                yield function
+                queue += [other for other in function.__code__.co_names if other not in names]
+                names |= dict.fromkeys(function.__code__.co_names)
+
+
+def _slots(item: Any) -> dict[str, Any]:
+    """Return the values in ``__slots__`` of an object."""
+    kinds = (vars(one) for one in type(item).__mro__ if "__slots__" in vars(one))
+    names = (name for kind in kinds for name, one in kind.items() if isinstance(one, types.MemberDescriptorType))
+    return {name: getattr(item, name) for name in names if hasattr(item, name)}
+
+
 def _referred_to(call: Any) -> list[Any]:
-    """Return where a hook that is a function may keep what it counts."""
+    """Return where a function may keep what it counts."""
     if isinstance(call, types.MethodType):
         return [call.__self__, call.__func__]
     if isinstance(call, functools.partial):
@@ -370,8 +401,13 @@ def _referred_to(call: Any) -> list[Any]:
 
 
 def _assigned_globals(function: types.FunctionType) -> dict[str, Any]:
-    names = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_GLOBAL"}
+    names = _names_assigned(function.__code__)
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_assigned(code: types.CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
 
 
 def _restore(owner: Any, content: Any) -> None:
@@ -389,6 +425,10 @@ def _restore(owner: Any, content: Any) -> None:
         if owner != content:
             owner.clear()
             owner.update(content)
+    elif not isinstance(owner, (list, dict, deque)):  # a class, or an object with slots
+        now = dict(vars(owner)) if isinstance(owner, type) else _slots(owner)
+        for name in (name for name in {**now, **content} if now.get(name) is not content.get(name)):
+            setattr(owner, name, content[name]) if name in content else delattr(owner, name)
     elif not same_content(owner, content):
         owner.clear()
         owner.update(content) if isinstance(owner, dict) else owner.extend(content)
@@ -455,6 +495,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
     if not issubclass(type(tensor), nn.Parameter):  # a tensor of a class of its own, which says that it is one
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    if tensor.is_inference():  # autograd takes none
+        with torch.inference_mode(False):
+            return nn.Parameter(tensor.clone(), tensor.requires_grad)
     # ``data`` has a version of its own: pending backward passes do not see what is written there and restored.
     made = cast("Any", torch.Tensor)._make_subclass(type(tensor), tensor.data, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)

@@ -16,8 +16,11 @@ _LOG = logging.getLogger("autocastfx")
 _ERASE = "\r\x1b[K"
 
 
-def _is_terminal(stream: object) -> bool:  # it may be missing, or only take text
-    return bool(getattr(stream, "isatty", bool)())
+def _is_terminal(stream: object) -> bool:  # it may be missing, only take text, or be closed
+    try:
+        return bool(getattr(stream, "isatty", bool)())
+    except ValueError:
+        return False
 
 
 # The seconds of each part of the work that this thread does, by the part's name, while someone asks for them.

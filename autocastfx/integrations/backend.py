@@ -578,8 +578,12 @@ def enable(
             returned; or it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
         OpListError: a list is wrong.
         ValueError: an argument has no such choice.
+        TypeError: ``model`` is not a module.
     """
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        what = "a class" if isinstance(model, type) else f"a {name}"
+        raise ArgumentTypeError(f"enable takes an nn.Module, not {what}; convert takes functions of tensors, too.")
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: enable the original.")
     if backend_of(model) is not None:

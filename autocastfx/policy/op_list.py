@@ -411,6 +411,10 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
         return _load_file(Path(lists) if is_path else preset_path(str(lists)), ())
     if isinstance(lists, Mapping):
         raise ArgumentTypeError("op_list takes no dict: autocastfx.OpList.of(dict) makes a list of one.")
+    if not isinstance(lists, Iterable):
+        raise ArgumentTypeError(
+            f"op_list is a name, a path, an OpList or several of them, not {type(lists).__name__} ({lists!r})."
+        )
     merged = OpList()
     for one in lists:
         merged = merged.merged(load_op_list(one, default=default))

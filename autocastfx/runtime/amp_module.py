@@ -425,7 +425,7 @@ class AmpModule(fx.GraphModule):
         if name in _OWN or name in self.__dict__ or isinstance(getattr(AmpModule, name, None), property):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._model, name, value._model if isinstance(value, AmpModule) else value)
+            setattr(self._model, name, self._bare(value))
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -437,17 +437,15 @@ class AmpModule(fx.GraphModule):
         shown = set(object.__dir__(self)) - (set() if self._variants else _OF_A_GRAPH)  # tools read all that is there
         return sorted({*shown, *dir(self._model)})
 
-    def __len__(self) -> int:
-        return len(self._model)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._wrapped(one) for one in self._model)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._wrapped(self._model[index])
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._model
+    def _bare(self, value: Any) -> Any:
+        """Return the model's own module for a view of it, also inside of a module, which the model may then hold."""
+        if isinstance(value, AmpModule):
+            return value._model if value._converter is self._converter else value
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                for name, view in [(n, one) for n, one in module._modules.items() if isinstance(one, AmpModule)]:
+                    module._modules[name] = self._bare(view)
+        return value
 
     def _wrapped(self, value: Any) -> Any:
         return self._view_of(value) if isinstance(value, nn.Module) else value
@@ -621,7 +619,11 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
     """Return a converted model that captures by ``captures`` and converts by ``converter``."""
     kind = type(captures.model)
     if kind not in _KINDS:
-        theirs = {name: _the_models(name) for name in ("freeze", "refresh_weights") if hasattr(kind, name)}
+        theirs: dict[str, Any] = {n: _the_models(n) for n in ("freeze", "refresh_weights") if hasattr(kind, n)}
+        special = [n for n in dir(kind) if n.startswith("__") and not hasattr(fx.GraphModule, n)]
+        if not issubclass(kind, fx.GraphModule) and kind.__call__ is not nn.Module.__call__:
+            special.append("__call__")
+        theirs |= {n: _special(n) for n in special if callable(getattr(kind, n))}
         _KINDS[kind] = type(AmpModule.__name__, (AmpModule,), {"__module__": AmpModule.__module__, **theirs})
     return _KINDS[kind](captures, converter, device, leaves)
 
@@ -629,6 +631,17 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
 def _the_models(name: str) -> property:
     """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
     return property(lambda self: self.__getattr__(name))
+
+
+def _special(name: str) -> Callable[..., Any]:
+    """Return a special method that is the model's: Python looks for them in the class."""
+
+    def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(self._model, name)
+        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*args, **kwargs)
+
+    skip_frames(method)
+    return method
 
 
 def _restored(
@@ -644,6 +657,7 @@ def _restored(
     return amp_model
 
 
+_ITERATES = ("__iter__", "__reversed__")
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
 _OF_A_GRAPH = {"_active", "_graph", *dir(AmpModule)} - set(dir(nn.Module))
 _TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")
@@ -653,7 +667,7 @@ _BY_ITSELF = ("__init__", "__call__", "_call_impl", "_wrapped_call_impl", "forwa
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
-        returned = getattr(self._model, name)(*args, **kwargs)
+        returned = getattr(self._model, name)(*map(self._bare, args), **kwargs)
         return self if returned is self._model else returned
 
     method.__name__, method.__doc__ = name, f"Do what ``{name}`` of the model does."

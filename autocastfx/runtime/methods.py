@@ -39,7 +39,7 @@ class Method:
                 "float32. Convert in place, with autocastfx.enable."
             )
         with _converted_inside(owner):
-            return owner._wrapped(self._method(*args, **kwargs))
+            return owner._wrapped(self._method(*map(owner._bare, args), **kwargs))
 
 
 @contextmanager
@@ -66,4 +66,4 @@ class _InsideCall:
         """Call the module's view, but inside of a graph and in other threads the module."""
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return self.module._call_impl(*args, **kwargs)
-        return self.owner._view_of(self.module)(*args, **kwargs)
+        return self.owner._view_of(self.module)._call_impl(*args, **kwargs)  # a __call__ of its own has led here

@@ -339,6 +339,74 @@ def test_what_hooks_count_is_as_before(kind: str) -> None:
     assert counted() != before
 
 
+_HELD: dict[str, torch.Tensor] = {}
+_DRAWN = torch.Generator()
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+
+
+def _closure() -> Callable[[torch.Tensor], torch.Tensor]:
+    hidden = torch.zeros(())
+
+    def step(h: torch.Tensor) -> torch.Tensor:
+        nonlocal hidden
+        before, hidden = hidden, h.detach().sum()
+        return h + before
+
+    return step
+
+
+class Remembers(nn.Module):
+    """Keeps what it has computed in places that are no attributes of it."""
+
+    hidden: torch.Tensor | None = None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind, self.slots, self.closed = nn.Linear(4, 4), kind, Slots(), _closure()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        match self.kind:
+            case "class":
+                h, Remembers.hidden = h if Remembers.hidden is None else h + Remembers.hidden, h.detach()
+            case "slots":
+                h, self.slots.hidden = h if self.slots.hidden is None else h + self.slots.hidden, h.detach()
+            case "closure":
+                h = self.closed(h)
+            case "global":
+                h = self.from_global(h)
+            case _:
+                h = h + torch.randn(h.shape, generator=_DRAWN)
+        return h
+
+    def from_global(self, h: torch.Tensor) -> torch.Tensor:
+        before, _HELD["h"] = _HELD.get("h", torch.zeros(())), h.detach().sum()
+        return h + before
+
+
+@pytest.mark.parametrize("kind", ["class", "slots", "closure", "global", "generator"])
+def test_what_forward_keeps_outside_of_the_modules_is_as_before(kind: str) -> None:
+    """The comparison calls the model, too, and would take it for one that does not repeat itself."""
+    _HELD.clear()
+    Remembers.hidden = None
+    torch.manual_seed(0)
+    model, x, drawn = Remembers(kind), torch.randn(3, 4), _DRAWN.get_state()
+    first, second = model(x), model(x)
+    Remembers.hidden = model.slots.hidden = None
+    _HELD.clear()
+    _DRAWN.set_state(drawn)
+    model.closed = _closure()
+    amp_model = autocastfx.convert(model, x, dtype="bfloat16", op_list="float32", check=True)
+    assert torch.equal(amp_model(x), first)
+    assert torch.equal(amp_model(x), second)
+
+
 # -- the context itself -----------------------------------------------------------------------------------------------
 
 
@@ -405,6 +473,16 @@ def test_parameters_of_other_classes_and_with_attributes_are_so_in_isolation() -
     with isolated(model):
         assert type(model.weight) is Watched
         assert model.weight.kept_apart  # type: ignore[attr-defined]
+
+
+def test_a_model_made_in_inference_mode_is_compared(recwarn: pytest.WarningsRecorder) -> None:
+    """Autograd takes no tensor of inference mode: it runs, and learns, on copies."""
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
+    with torch.no_grad():
+        amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+        assert (amp_model(x) - model(x)).norm() < 0.05 * model(x).norm()
+    assert not [one for one in recwarn if one.category is UncheckedWarning]
 
 
 @pytest.mark.parametrize(

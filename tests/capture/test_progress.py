@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -98,8 +99,14 @@ class Tee:
     def flush(self) -> None: ...
 
 
-@pytest.mark.parametrize("stream", [None, Tee()], ids=["none", "a tee"])
-def test_without_a_standard_error_nothing_is_shown(stream: Tee | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, Tee(), _closed()], ids=["none", "a tee", "closed"])
+def test_without_a_standard_error_nothing_is_shown(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", stream)
     with stage("thinking"), counted(None, "counting") as show:
         show(1)

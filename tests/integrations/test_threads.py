@@ -26,6 +26,26 @@ def test_threads_that_enable_and_compile_end_without_a_crash(rounds: int) -> Non
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["0 errors"]), done.stdout + done.stderr[-2000:]
 
 
+FIRST_IMPORT = """
+import threading, torch, autocastfx
+one, other, x = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.ones(2, 4)
+def convert():
+    autocastfx.convert(one, x, dtype="bfloat16", check=False)
+    print("converted")
+thread = threading.Thread(target=convert)
+thread.start()
+torch.compile(other, backend="eager")(x)
+print("compiled")
+thread.join()
+"""
+
+
+def test_a_first_conversion_beside_a_first_compilation() -> None:
+    """Both import Dynamo, in one order: it and Inductor import each other."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IMPORT], capture_output=True, text=True, check=False)
+    assert sorted(done.stdout.split()) == ["compiled", "converted"], done.stderr[-2000:]
+
+
 def test_what_another_thread_cannot_capture_is_not_told_of_this_model() -> None:
     """The other thread compiles, and fails, while this one is inside of its model's call."""
 
