@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
 from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
-from autocastfx.capture.mended import asking_mends, messages_after_graph, object_mends, storing_mends
+from autocastfx.capture.mended import asking_mends, guarding_mends, messages_after_graph, object_mends, storing_mends
 from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.node import place
@@ -122,6 +122,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them, and whether it asks for gradients.
+    - Methods of the model's classes are guarded (:func:`guarding_mends`).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable
@@ -134,6 +135,7 @@ def mends() -> list[tuple[Any, str, Any]]:
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
         *mends_that_note(),
         *asking_mends(),
+        *guarding_mends(),
     ]
 
 

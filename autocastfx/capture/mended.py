@@ -55,6 +55,27 @@ def asking_mends() -> list[tuple[Any, str, Any]]:
     return [(GradModeVariable, "_guards_singleton", _Noting(GradModeVariable._guards_singleton))]
 
 
+# Methods of the model's classes, which Dynamo takes to stay what they are.
+
+
+def guarding_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.functions import UserMethodVariable
+
+    call: Any = UserMethodVariable.call_function
+
+    @wraps(call)
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        guarded = tx.output.__dict__.setdefault("autocastfx_methods", set[Any]())
+        if self.source_fn is not None and self.fn not in guarded and not str(self.fn.__module__).startswith("torch."):
+            guarded.add(self.fn)
+            install_guard(self.source_fn.make_guard(GuardBuilder.CLOSURE_MATCH))
+        return call(self, tx, args, kwargs)
+
+    return [(UserMethodVariable, "call_function", call_function)]
+
+
 # What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.jit._trace import TracerWarning
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
 
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.kept_whole import functions_at
@@ -31,7 +33,7 @@ from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.around import Around, is_inside, keywords_of_export, refuse_inlining, skip_frames
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.frozen import freeze
-from autocastfx.runtime.methods import Method
+from autocastfx.runtime.methods import Method, members_for
 from autocastfx.runtime.variant import Variant, converted_variant, decided_plan
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
@@ -422,16 +424,26 @@ class AmpModule(fx.GraphModule):
         return view(captures, origin.converter, origin.device, origin.leaves)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name in self.__dict__ or isinstance(getattr(AmpModule, name, None), property):
+        is_own = name in _OWN or name in self.__dict__ or isinstance(getattr(AmpModule, name, None), property)
+        if is_own and not self._is_forward_of_part(name):
             object.__setattr__(self, name, value)
         else:
             setattr(self._model, name, self._bare(value))
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
+        if sys._getframe(1).f_globals.get("__name__") == parametrize.__name__:  # before it has changed anything
+            raise UnsupportedError(
+                f"a parametrization of {name!r} is registered at a view of a {type(self._model).__name__}: register it "
+                "at the model's own module, which amp_model.get_submodule(path) returns."
+            )
+        if name in self.__dict__ and not self._is_forward_of_part(name):
             object.__delattr__(self, name)
         else:
             delattr(self._model, name)
+
+    def _is_forward_of_part(self, name: str) -> bool:
+        """True for the forward of a part, which a call of the whole runs too; the whole's may be a wrapper of ours."""
+        return name == "forward" and self._captures.is_of_part
 
     def __dir__(self) -> list[str]:
         shown = set(object.__dir__(self)) - (set() if self._variants else _OF_A_GRAPH)  # tools read all that is there
@@ -441,6 +453,8 @@ class AmpModule(fx.GraphModule):
         """Return the model's own module for a view of it, also inside of a module, which the model may then hold."""
         if isinstance(value, AmpModule):
             return value._model if value._converter is self._converter else value
+        if isinstance(value, MethodType) and isinstance(value.__self__, AmpModule):
+            return MethodType(value.__func__, self._bare(value.__self__))
         if isinstance(value, nn.Module):
             for module in value.modules():
                 for name, view in [(n, one) for n, one in module._modules.items() if isinstance(one, AmpModule)]:
@@ -619,29 +633,8 @@ def view(captures: Captures, converter: Any, device: torch.device | None, leaves
     """Return a converted model that captures by ``captures`` and converts by ``converter``."""
     kind = type(captures.model)
     if kind not in _KINDS:
-        theirs: dict[str, Any] = {n: _the_models(n) for n in ("freeze", "refresh_weights") if hasattr(kind, n)}
-        special = [n for n in dir(kind) if n.startswith("__") and not hasattr(fx.GraphModule, n)]
-        if not issubclass(kind, fx.GraphModule) and kind.__call__ is not nn.Module.__call__:
-            special.append("__call__")
-        theirs |= {n: _special(n) for n in special if callable(getattr(kind, n))}
-        _KINDS[kind] = type(AmpModule.__name__, (AmpModule,), {"__module__": AmpModule.__module__, **theirs})
+        _KINDS[kind] = type(AmpModule.__name__, (AmpModule,), {"__module__": AmpModule.__module__, **members_for(kind)})
     return _KINDS[kind](captures, converter, device, leaves)
-
-
-def _the_models(name: str) -> property:
-    """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
-    return property(lambda self: self.__getattr__(name))
-
-
-def _special(name: str) -> Callable[..., Any]:
-    """Return a special method that is the model's: Python looks for them in the class."""
-
-    def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(self._model, name)
-        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*args, **kwargs)
-
-    skip_frames(method)
-    return method
 
 
 def _restored(
@@ -657,7 +650,6 @@ def _restored(
     return amp_model
 
 
-_ITERATES = ("__iter__", "__reversed__")
 _OWN = frozenset({"__class__", "forward", "_observers", "_graph", "graph"})
 _OF_A_GRAPH = {"_active", "_graph", *dir(AmpModule)} - set(dir(nn.Module))
 _TABLES = tuple(name for name in nn.Module().__dict__ if name != "training")

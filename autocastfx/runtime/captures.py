@@ -182,6 +182,11 @@ class Captures:
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
 
+    @property
+    def is_of_part(self) -> bool:
+        """True for a module inside of the model that was converted."""
+        return self._root is not self.model
+
     def _begin(self) -> None:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
         around += [for_any_size] if self._any_size else []

@@ -1,18 +1,20 @@
-"""A method of a converted model: while it runs, calls of the model and of its parts are converted."""
+"""Methods of a converted model: while they run, calls of the model and of its parts are converted."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx, nn
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.runtime.around import skip_frames
 
 if TYPE_CHECKING:
     from autocastfx.runtime.amp_module import AmpModule
@@ -40,6 +42,34 @@ class Method:
             )
         with _converted_inside(owner):
             return owner._wrapped(self._method(*map(owner._bare, args), **kwargs))
+
+
+def members_for(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return what the class of views of ``kind`` has besides: what Python looks for in a class, and names of ours."""
+    members: dict[str, Any] = {name: _the_models(name) for name in ("freeze", "refresh_weights") if hasattr(kind, name)}
+    special = [name for name in dir(kind) if name.startswith("__") and not hasattr(fx.GraphModule, name)]
+    if not issubclass(kind, fx.GraphModule) and kind.__call__ is not nn.Module.__call__:
+        special.append("__call__")
+    return members | {name: _special(name) for name in special if callable(getattr(kind, name))}
+
+
+def _the_models(name: str) -> property:
+    """Return what gives the model's own method of a name that is ours, too, which ``AmpModule`` has all the same."""
+    return property(lambda self: self.__getattr__(name))
+
+
+def _special(name: str) -> Callable[..., Any]:
+    """Return a special method that is the model's."""
+
+    def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(self._model, name)
+        return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*args, **kwargs)
+
+    skip_frames(method)
+    return method
+
+
+_ITERATES = ("__iter__", "__reversed__")
 
 
 @contextmanager

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import MethodType
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from tests.helpers import relative_error
 
 LOW, EPS = torch.bfloat16, torch.finfo(torch.float32).eps
@@ -131,6 +136,29 @@ def test_a_part_that_is_replaced_is_the_models() -> None:
     amp_model.get_submodule("0").further = nn.Identity()
     assert isinstance(model[0].further, nn.Identity)
     assert torch.equal(copy.deepcopy(amp_model)(X), amp_model(X))
+
+
+def test_a_forward_that_a_part_gets_is_the_models() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    amp_model = autocastfx.convert(model, x, dtype=LOW)
+    before = amp_model(x)
+    part = getattr(amp_model, "0")
+    part.forward = MethodType(lambda self, x: F.linear(x, -self.weight, -self.bias), part)
+    for called in (amp_model, model):
+        assert relative_error(called(x), -before) < 4 * torch.finfo(LOW).eps
+    assert relative_error(part(x), model[0](x)) < 4 * torch.finfo(LOW).eps
+    del part.forward
+    assert torch.equal(amp_model(x), before)
+
+
+def test_a_parametrization_of_a_view_is_refused_before_it_changes_anything() -> None:
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), dtype=LOW)
+    with pytest.raises(UnsupportedError, match=r"get_submodule"):
+        parametrizations.weight_norm(getattr(amp_model, "0"))
+    assert set(amp_model.state_dict()) == {"0.weight", "0.bias"}
+    parametrizations.weight_norm(amp_model.get_submodule("0"))
+    amp_model(torch.randn(4, 8))
 
 
 def test_a_part_switches_modes_as_its_class_does() -> None:

@@ -119,6 +119,30 @@ def test_a_number_that_changes_is_followed_by_few_graphs(name: str) -> None:
     assert len(amp_model.variants) <= 3
 
 
+class Acting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def act(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x))
+
+
+@pytest.mark.parametrize("way", [autocastfx.convert, autocastfx.enable])
+def test_a_method_that_the_class_gets_is_followed(
+    way: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Acting()
+    other = copy.deepcopy(model)
+    amp_model = way(model, dtype="bfloat16")
+    amp_model(X)
+    monkeypatch.setattr(Acting, "act", lambda self, x: x.tanh())
+    assert close(amp_model(X), other(X))
+
+
 @pytest.mark.parametrize("kind", [float, int])
 def test_an_argument_that_changes_is_followed(kind: type) -> None:
     model = Net(lambda m, x, by: x * by)
