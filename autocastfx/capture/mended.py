@@ -21,7 +21,7 @@ from torch.nn.modules import transformer
 
 from autocastfx.errors import StateWarning
 
-# Whether code that Dynamo captures asks if gradients are recorded, or switches that.
+# Whether code that Dynamo captures asks if gradients are recorded, or switches them on.
 
 
 class _Asked(threading.local):
@@ -38,13 +38,17 @@ def asks_for_gradients() -> bool:
 
 
 class _Noting:
-    """Stands for the guard that Dynamo takes where code asks or switches, and notes that it is taken."""
+    """Stands for the guard that Dynamo takes where code asks or switches, and notes that it is taken.
+
+    Code under ``torch.no_grad()`` does the same in either case: its graph with gradients serves calls without, and says
+    which nodes are under it.
+    """
 
     def __init__(self, guard: Any) -> None:
         self.guard = guard
 
     def __get__(self, instance: object, owner: type) -> Any:
-        _ASKED.yes = True
+        _ASKED.yes |= instance is None or cast("Any", instance).target_values != [False]
         return self.guard
 
 

@@ -229,3 +229,24 @@ def test_another_conversion_of_a_graph_refuses_sizes_that_it_was_not_decided_for
     with pytest.raises(VariantError, match=r"decides for sizes where .* <= 16: convert the model again"):
         again(x, torch.zeros(2000, dtype=torch.int64))
     assert first(x, torch.zeros(2000, dtype=torch.int64)).shape == (2000, 4)
+
+
+def test_what_runs_without_gradients_is_known_in_calls_without_too() -> None:
+    """An update of state by a product is in float32, whose product is low elsewhere."""
+    model = Net(lambda m, x: x @ iterated(m))
+    model.register_buffer("left", torch.ones(8))
+    other = copy.deepcopy(model)
+    amp_model = autocastfx.convert(model, X, dtype="bfloat16", check=False)
+    amp_model(X)
+    other(X)
+    with torch.no_grad():
+        assert not amp_model(X).requires_grad
+        other(X)
+    assert torch.equal(model.left, other.left)
+    assert len(amp_model.variants) == 1
+
+
+def iterated(m: Net) -> Tensor:
+    with torch.no_grad():
+        m.left.copy_(F.normalize(m.linear.weight @ m.left, dim=0))
+    return m.linear.weight / (m.linear.weight @ m.left).norm()
