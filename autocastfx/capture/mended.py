@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -251,7 +251,6 @@ def storing_mends() -> list[tuple[Any, str, Any]]:
 
 
 def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
-    from torch._dynamo.source import TempLocalSource
     from torch._dynamo.variables import ConstDictVariable
 
     effects = output.side_effects
@@ -259,15 +258,21 @@ def _places(output: Any, results: Sequence[Any]) -> dict[int, str]:
     stored: dict[int, str] = {}
     known: Sequence[Any] = list(effects.id_to_variable.values())
     for one in known:
-        is_table = isinstance(one, ConstDictVariable) and not isinstance(one.source, (TempLocalSource, NoneType))
-        source = cast("Any", one.source).name if is_table else ""
-        if source.endswith("._buffers") and effects.is_modified(one):
+        is_table = isinstance(one, ConstDictVariable) and _name_of(one.source).endswith("._buffers")
+        if is_table and effects.is_modified(one):
             stored |= {id(value): key.vt.as_python_constant() for key, value in one.items.items()}
     for owner, table in effects.store_attr_mutations.items():
-        if owner.source is not None and not isinstance(owner.source, TempLocalSource):  # what forward has made
-            named = table.items()
-            stored |= {id(value): name for name, value in named if f"{owner.source.name}.{name}" in read}
+        if path := _name_of(owner.source):
+            stored |= {id(value): name for name, value in table.items() if f"{path}.{name}" in read}
     return {i: stored[id(result)] for i, result in enumerate(results) if id(result) in stored}
+
+
+def _name_of(source: Any) -> str:
+    """Return how Dynamo reaches an object; nothing for one that forward has made."""
+    try:
+        return "" if source is None else source.name
+    except NotImplementedError:
+        return ""
 
 
 # torch's own modules that do in a graph of Dynamo's something else than by themselves.

@@ -212,8 +212,10 @@ def tidy(
             attributes[target] = _attribute(attribute(module, target), called, follows)
             copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
-            name = next(input_names, None) or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
+            given = next(input_names, None)
+            name = given or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
             copied = graph.create_node("placeholder", name, name=name)
+            copied.target = given or copied.name  # what is left of two names may be the same
         elif callable(node.target) and node.name.startswith(LEAF.name()):
             args, kwargs = map_arg((node.args, node.kwargs), copy)
             name = of_function(node.target).rpartition(".")[2]

@@ -89,3 +89,50 @@ def test_a_value_is_known_by_the_names_of_what_is_left_out() -> None:
     assert names["tanh"] == ("dropout_1", "slice_1")
     inside = region.args[1].target
     assert [names[user.name] for user in region.users] == [(f"{inside}/exp",), ("sin", f"{inside}/dropout")]
+
+
+class Forces(nn.Module):
+    """Has layers whose names differ in one letter, and a gradient in calls without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.b(self.a(x).tanh()).sum(), x)
+        return slope
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that Dynamo looks at
+def test_layers_in_a_region_with_gradients_have_names_of_their_own() -> None:
+    model = autocastfx.enable(Forces(), dtype="bfloat16", uncaptured="autocast")
+    with torch.no_grad():
+        assert model(X).shape == X.shape
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert not any(graph.failure for graph in backend.graphs)
+
+
+class Cut(nn.Module):
+    """Has a function inside that reads a variable of forward, behind a break of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, size: int | None = None) -> Tensor:
+        size = x.shape[-1] - 1 if size is None else size
+
+        def cut(y: Tensor) -> Tensor:
+            return y[..., :size]
+
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return cut(self.b(y))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that Dynamo looks at
+def test_a_variable_of_forward_that_a_function_inside_reads() -> None:
+    assert autocastfx.enable(Cut(), dtype="bfloat16", uncaptured="error")(X).shape == (3, 3)
