@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -598,7 +598,9 @@ class _AsCaptured:
             return values[name] if name in values else captured.attributes[name]
 
         tensors = [values.get(str(node.target)) for node in captured.graph.find_nodes(op="placeholder")]
-        outputs = NodeRun(captured.graph, given).run(*tensors, enable_io_processing=False)
+        is_inference = any(isinstance(one, torch.Tensor) and one.is_inference() for one in inputs)
+        with torch.no_grad() if is_inference else nullcontext():  # autograd takes none
+            outputs = NodeRun(captured.graph, given).run(*tensors, enable_io_processing=False)
         NOW.last = graph, inputs, outputs
         return outputs
 
