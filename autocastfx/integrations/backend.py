@@ -24,7 +24,7 @@ from autocastfx.capture.call import (
     refuse_scripted,
 )
 from autocastfx.capture.kept_whole import are_kept, functions_at
-from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.capture.leave_intact import is_in_autocast, own_thread_state
 from autocastfx.capture.mended import stored_results
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
@@ -466,12 +466,12 @@ class CompileBackend:
         failure = f"{type(error).__name__}: {error}"
         if self.uncaptured == "error":
             raise CaptureError(f"a graph of torch.compile cannot be converted: {failure}") from error
-        low = dtype_name(self.low)
-        runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
+        in_autocast = self.uncaptured == "autocast" and torch.amp.is_autocast_available(device.type)
+        runs = f"under torch.autocast, in {dtype_name(self.low)}" if in_autocast else "in float32"
         told = f"a graph of torch.compile cannot be converted and runs {runs}: {failure}"
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
         exact = module
-        if self.uncaptured == "autocast":
+        if in_autocast:
             module = graph_in_autocast(exact, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))
         if module is exact:
@@ -500,7 +500,7 @@ class CompileBackend:
         @wraps(run)
         def call(*inputs: Any) -> Any:
             self.runs += 1
-            if torch.is_autocast_enabled(kind):
+            if is_in_autocast(kind):
                 with torch.autocast(kind, enabled=False):
                     return run(*inputs)
             return run(*inputs)

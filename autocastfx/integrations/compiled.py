@@ -300,12 +300,15 @@ class CompiledCall:
 
     def _run_as_it_is(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model without Dynamo, as ``uncaptured`` says."""
-        in_autocast = self.backend.uncaptured == "autocast"
+        in_autocast = self._takes_autocast()
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
         with skipped.INSIDE.entered(self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
+
+    def _takes_autocast(self) -> bool:
+        return self.backend.uncaptured == "autocast" and torch.amp.is_autocast_available(device_of(self.model).type)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
         return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low)
@@ -424,7 +427,7 @@ class CompiledCall:
                 runs = "What it computes there runs in float32."
             elif one.is_in_parts:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
-            elif backend.uncaptured == "autocast":
+            elif self._takes_autocast():
                 paths = {m: name or "(the model)" for name, m in self.model.named_modules() if m in holders}
                 for module in holders:
                     in_autocast = self._in_autocast(module, paths[module])
