@@ -43,7 +43,7 @@ from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.integrations.checked_copies import check_capture, converted_copies
-from autocastfx.integrations.compiled import CompiledCall, called, sees_to_hooks
+from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import Options, for_models
@@ -373,6 +373,7 @@ class CompileBackend:
         """
         if not conversion_is_off():
             refuse_scripted(model)
+            refuse_scripting()
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model

@@ -28,7 +28,14 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Plan, Precision
-from autocastfx.runtime.around import Around, is_inside, keywords_of_export, refuse_inlining, skip_frames
+from autocastfx.runtime.around import (
+    Around,
+    is_inside,
+    keywords_of_export,
+    refuse_inlining,
+    refuse_scripting,
+    skip_frames,
+)
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.methods import Method
@@ -94,6 +101,8 @@ class AmpModule(fx.GraphModule):
     @property
     def _converter(self) -> Any:
         return self._original.converter
+
+    __prepare_scriptable__ = refuse_scripting
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
