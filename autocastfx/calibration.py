@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
+from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.capture.measure import measured_run
@@ -60,6 +60,7 @@ def calibrate(
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: calibrate the original, and convert it again.")
     module = cast("nn.Module", model.module()) if isinstance(model, ExportedProgram) else model
+    refuse_scripted(module)
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")

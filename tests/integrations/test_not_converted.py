@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,26 @@ def test_an_enabled_model_is_not_converted() -> None:
     assert autocastfx.convert(autocastfx.disable(model), (x,), dtype=LOW)(x).shape == before.shape
 
 
+def total(output: torch.Tensor, _: object = None) -> torch.Tensor:
+    return output.sum()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
 def test_torchscript_is_refused_wherever_it_is() -> None:
     x = torch.randn(4, 8)
     scripted, traced = torch.jit.script(nn.Linear(8, 8)), torch.jit.trace(nn.Linear(8, 8), (x,))
+    tools: tuple[Any, ...] = (
+        autocastfx.convert,
+        autocastfx.enable,
+        lambda model, dtype: autocastfx.tune(model, [(x,)] * 2, total, dtype=dtype),
+        lambda model, dtype: autocastfx.sensitivity(model, [(x,)], total, dtype=dtype),
+        lambda model, dtype: autocastfx.check(model, [(x,)], dtype=dtype),
+        lambda model, dtype: autocastfx.bisect(model, x, total, 0.1, dtype=dtype),
+        lambda model, dtype: autocastfx.calibrate(model, [(x,)]),
+        lambda model, dtype: autocastfx.logprob_gap(model, model, [(x,)]),
+    )
     for script in (scripted, traced):
-        for convert in (autocastfx.convert, autocastfx.enable):
+        for convert in tools:
             with pytest.raises(UnsupportedError, match=r"this model is a \w+ of torch\.jit, which has no Python code"):
                 convert(script, dtype=LOW)
             with pytest.raises(
