@@ -216,6 +216,10 @@ class CompileBackend:
         """
         if uncaptured not in UNCAPTURED:
             raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
+        if not (isinstance(inner, str) or callable(inner)):
+            raise ArgumentTypeError(f"inner is the name of a backend of torch.compile or a function, not {inner!r}")
+        if not (report is None or callable(report)):
+            raise ArgumentTypeError(f"report is a function of a graph, not {report!r}")
         given = Options(**options)
         if given.weights == "low":
             raise UnsupportedError(
