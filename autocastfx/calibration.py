@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
+from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.capture.measure import measured_run
 from autocastfx.capture.progress import Progress, counted
-from autocastfx.errors import CalibrationError, UnsupportedError
+from autocastfx.errors import ArgumentError, CalibrationError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
@@ -60,6 +60,9 @@ def calibrate(
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: calibrate the original, and convert it again.")
     module = cast("nn.Module", model.module()) if isinstance(model, ExportedProgram) else model
+    refuse_scripted(module)
+    if not isinstance(training, (bool, type(None))):
+        raise ArgumentError(f"training is True, False or None, not {training!r}")
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")

@@ -139,8 +139,8 @@ def convert(
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.
             ``True``: always. ``None``: where the parameters are at most 1 GiB, with few rows of the batch, once in each
-            mode, and again in a quarter of the time that the conversion took; the logger ``autocastfx`` tells which
-            calls were compared. ``False``: never.
+            mode, and again in a quarter of the time that the conversion took; a batch of one row is run whole, however
+            long that takes. The logger ``autocastfx`` tells which calls were compared. ``False``: never.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

@@ -141,6 +141,10 @@ class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model, or has no effect."""
 
 
+class UnmatchedMeasurementWarning(UserWarning):
+    """Ranges or a sensitivity given to a conversion match no nodes of its model, or leave some out."""
+
+
 class UnmatchedPlanWarning(UserWarning):
     """Lines of a plan given to a conversion matched no node of the model."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from autocastfx.calibration import ranges_of
 from autocastfx.capture.call import check_arguments, named_device, refuse_for_low_model
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
-from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.edited_plan import read_plan
@@ -51,6 +51,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_arguments(self.fold, self.weights, self.headroom)
+        if not isinstance(self.keep_output_dtype, bool):
+            raise ArgumentError(f"keep_output_dtype is True or False, not {shown(self.keep_output_dtype)}")
         _ = self.target
 
     @property
@@ -152,6 +154,8 @@ def refuse_unpredicted(converter: Converter, float8: str) -> None:
 
 
 def _read_sensitivity(given: Sensitivity | str | os.PathLike[str], dtype: str) -> Sensitivity:
+    if not isinstance(given, (Sensitivity, str, os.PathLike)):
+        raise ArgumentTypeError(f"sensitivity is a Sensitivity or the path of its file, not a {type(given).__name__}")
     sensitivity = given if isinstance(given, Sensitivity) else Sensitivity.load(given)
     if sensitivity.dtype != dtype:
         raise SensitivityError(f"the sensitivity was measured for {sensitivity.dtype}, and this converts to {dtype}.")

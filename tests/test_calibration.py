@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import OpList, Ranges, calibrate, convert, load_op_list
-from autocastfx.errors import CalibrationError, UnsupportedError
+from autocastfx.errors import CalibrationError, UnmatchedMeasurementWarning, UnsupportedError
 from autocastfx.policy.rule import Category
 from tests.helpers import Function, op_list, relative_error
 
@@ -537,7 +537,7 @@ def test_later_captures_know_the_ranges() -> None:
 def test_ranges_of_another_model_are_reported_once() -> None:
     ranges = calibrate(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), batches())
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with pytest.warns(UserWarning, match="1 of 2 measured values match no node") as caught:
+    with pytest.warns(UnmatchedMeasurementWarning, match="1 of 2 measured values match no node") as caught:
         convert(model, (batches()[0],), calibrate=ranges, dtype="float16")
     assert len(caught) == 1
     assert "'tanh' (tanh) in module '1'" in str(caught[0].message)

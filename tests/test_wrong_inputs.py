@@ -52,6 +52,10 @@ def call(*args: Any, **kwargs: Any) -> object:
     return convert()(*args, **kwargs)
 
 
+def tuned(**options: Any) -> object:
+    return autocastfx.tune(Net(), [X, X], lambda output, _: output.sum(), dtype="bfloat16", **options)
+
+
 def listed(text: str | bytes) -> object:
     path = Path("mine.yaml")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -145,6 +149,20 @@ ARGUMENTS: dict[str, tuple[Act, str]] = {
     "weights": (lambda: convert(weights="cache"), "weights is one of 'cast', 'cached', 'low', not 'cache'"),
     "recompose": (lambda: convert(recompose=["gelu"]), "recompose: there is no pattern 'gelu'; the patterns are"),
     "headroom": (lambda: convert(headroom=0.5), "headroom is a finite factor of at least 1, not 0.5"),
+    "headroom: text": (lambda: convert(headroom="2"), "headroom is a finite factor of at least 1, not '2'"),
+    "headroom: True": (lambda: convert(headroom=True), "headroom is a finite factor of at least 1, not True"),
+    "keep_output_dtype": (lambda: convert(keep_output_dtype="no"), "keep_output_dtype is True or False, not 'no'"),
+    "recompose: a number": (lambda: convert(recompose=3), "recompose is True, False or a sequence of names, not 3"),
+    "sensitivity: a list": (lambda: convert(sensitivity=[1]), "sensitivity is a Sensitivity or .* file, not a list"),
+    "device: a fraction": (lambda: convert(device=2.5), r"device=2\.5 is not a device that torch knows"),
+    "inner": (lambda: autocastfx.enable(Net(), inner=3), "inner is the name of a backend .* or a function, not 3"),
+    "report": (lambda: autocastfx.enable(Net(), report="yes"), "report is a function of a graph, not 'yes'"),
+    "training": (lambda: autocastfx.calibrate(Net(), [X], training="eval"), "training is True, .* not 'eval'"),  # type: ignore
+    "budget": (lambda: tuned(budget=0.01), r"budget is 'default', the name of a list, or a Budget, not 0\.01"),
+    "held_out": (lambda: tuned(held_out="1"), "held_out is a count of batches, not '1'"),
+    "gpu": (lambda: tuned(gpu=3), "gpu is the name of a GPU, or a Gpu, not 3"),
+    "inputs": (lambda: tuned(inputs=0), "inputs is a function from a batch to the model's inputs, not 0"),
+    "sensitivity: a path": (lambda: tuned(sensitivity="a.json"), r"sensitivity is what sensitivity\(\) returned, not"),
     "device": (
         lambda: convert(device="gpu"),
         r"device='gpu' is not a device that torch knows \(did you mean 'cuda'\?\)",

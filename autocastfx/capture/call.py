@@ -14,6 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -398,7 +399,7 @@ def named_device(given: torch.device | str | None) -> torch.device | None:
     """
     try:
         return torch.device(given) if given is not None else None
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         near = "cuda" if str(given).lower().startswith("gpu") else "cpu"
         known = str(error).partition("\n")[0]
         raise ArgumentError(
@@ -415,7 +416,7 @@ def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, 
     Raises:
         ValueError: one has no such value.
     """
-    if not 1 <= headroom <= sys.float_info.max:
+    if isinstance(headroom, bool) or not isinstance(headroom, Real) or not 1 <= headroom <= sys.float_info.max:
         raise ArgumentError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
     if check not in (None, True, False):
         raise ArgumentError(f"check is None, True or False, not {shown(check)}")

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.data_writes import READS, data, keeps_form, set_data
 from autocastfx.capture.kept_whole import AutogradCall, record_call
+from autocastfx.capture.leave_intact import is_in_autocast
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, keeping_floats, run_cast
@@ -380,10 +381,6 @@ def _traced(
     return traced, called
 
 
-def _is_in_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[bool]:
     """Return which inputs are 16-bit where the parameters are not: a caller's torch.autocast casts both, a graph none.
 
@@ -392,6 +389,6 @@ def _cast_by_autocast(module: fx.GraphModule, inputs: Sequence[Any]) -> list[boo
     if any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
         return [False] * len(inputs)
     parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
-    is_cast = any(one.dtype == torch.float32 and _is_in_autocast(one.device.type) for one in parameters)
+    is_cast = any(one.dtype == torch.float32 and is_in_autocast(one.device.type) for one in parameters)
     given = (isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) for one in inputs)
     return [is_cast and is_given and one.dtype in LOW_DTYPES for one, is_given in zip(inputs, given, strict=True)]

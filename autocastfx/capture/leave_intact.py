@@ -37,6 +37,11 @@ _autograd: Any = _C._autograd
 _functorch: Any = _C._functorch
 
 
+def is_in_autocast(kind: str) -> bool:
+    """True in a region of torch.autocast for devices of this kind, of which some, such as "meta", have none."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 @contextmanager
 def own_thread_state() -> Generator[None, None, None]:
     """Trace and run graphs unseen by the caller's hooks and modes; afterwards torch's thread state is as before.

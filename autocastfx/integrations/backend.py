@@ -24,7 +24,7 @@ from autocastfx.capture.call import (
     refuse_scripted,
 )
 from autocastfx.capture.kept_whole import are_kept, functions_at
-from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.capture.leave_intact import is_in_autocast, own_thread_state
 from autocastfx.capture.mended import stored_results
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
@@ -43,7 +43,7 @@ from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.integrations.checked_copies import check_capture, converted_copies
-from autocastfx.integrations.compiled import CompiledCall, called, sees_to_hooks
+from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import Options, for_models
@@ -216,6 +216,10 @@ class CompileBackend:
         """
         if uncaptured not in UNCAPTURED:
             raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
+        if not (isinstance(inner, str) or callable(inner)):
+            raise ArgumentTypeError(f"inner is the name of a backend of torch.compile or a function, not {inner!r}")
+        if not (report is None or callable(report)):
+            raise ArgumentTypeError(f"report is a function of a graph, not {report!r}")
         given = Options(**options)
         if given.weights == "low":
             raise UnsupportedError(
@@ -373,6 +377,7 @@ class CompileBackend:
         """
         if not conversion_is_off():
             refuse_scripted(model)
+            refuse_scripting()
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
@@ -466,12 +471,12 @@ class CompileBackend:
         failure = f"{type(error).__name__}: {error}"
         if self.uncaptured == "error":
             raise CaptureError(f"a graph of torch.compile cannot be converted: {failure}") from error
-        low = dtype_name(self.low)
-        runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
+        in_autocast = self.uncaptured == "autocast" and torch.amp.is_autocast_available(device.type)
+        runs = f"under torch.autocast, in {dtype_name(self.low)}" if in_autocast else "in float32"
         told = f"a graph of torch.compile cannot be converted and runs {runs}: {failure}"
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
         exact = module
-        if self.uncaptured == "autocast":
+        if in_autocast:
             module = graph_in_autocast(exact, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))
         if module is exact:
@@ -500,7 +505,7 @@ class CompileBackend:
         @wraps(run)
         def call(*inputs: Any) -> Any:
             self.runs += 1
-            if torch.is_autocast_enabled(kind):
+            if is_in_autocast(kind):
                 with torch.autocast(kind, enabled=False):
                     return run(*inputs)
             return run(*inputs)

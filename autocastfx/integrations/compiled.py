@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from inspect import CO_GENERATOR
 from pathlib import Path
 from traceback import FrameSummary
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -238,6 +240,8 @@ class CompiledCall:
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
         if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportUnnecessaryComparison]
             return self._run_as_it_is("torch.jit.trace around the call", args, kwargs)
+        if is_fx_symbolic_tracing():
+            return self._run_as_it_is("a trace by torch.fx around the call", args, kwargs)
         if self._hook != RemovableHandle.next_id:  # torch numbers all hooks of a process
             self._look_at_hooks()
         if self._skips != (skips := skipped.skips()):
@@ -300,12 +304,15 @@ class CompiledCall:
 
     def _run_as_it_is(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model without Dynamo, as ``uncaptured`` says."""
-        in_autocast = self.backend.uncaptured == "autocast"
+        in_autocast = self._takes_autocast()
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
         with skipped.INSIDE.entered(self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
+
+    def _takes_autocast(self) -> bool:
+        return self.backend.uncaptured == "autocast" and torch.amp.is_autocast_available(device_of(self.model).type)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
         return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low)
@@ -375,7 +382,7 @@ class CompiledCall:
         """Give the model's own call back, and those of the modules in it."""
         for module in self.model.modules():
             call = module.__dict__.get("_compiled_call_impl")
-            if isinstance(call, (CompiledCall, skipped.InAutocast, PartCall)) or is_caller(call):
+            if _is_ours(call):
                 module._compiled_call_impl = None
 
     def _modules_in_autocast(self) -> set[nn.Module]:
@@ -424,7 +431,7 @@ class CompiledCall:
                 runs = "What it computes there runs in float32."
             elif one.is_in_parts:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
-            elif backend.uncaptured == "autocast":
+            elif self._takes_autocast():
                 paths = {m: name or "(the model)" for name, m in self.model.named_modules() if m in holders}
                 for module in holders:
                     in_autocast = self._in_autocast(module, paths[module])
@@ -457,6 +464,30 @@ def called() -> Call | None:
         return CallSignature.of(call.model.forward).describe(tuple(args), kwargs)
     except (TypeError, UnsupportedError):  # arguments that do not fit, or have no words
         return None
+
+
+def _is_ours(call: object) -> bool:
+    """True for what an enabled model or a module in one has in the place of its own call."""
+    return isinstance(call, (CompiledCall, skipped.InAutocast, PartCall)) or is_caller(call)
+
+
+@cache
+def refuse_scripting() -> None:
+    """Have torch.jit.script refuse enabled models from now on: it would compile their own code, in float32."""
+    script: Any = import_module("torch.jit._script")
+    prepare = script.call_prepare_scriptable_func
+
+    def checked(model: nn.Module) -> nn.Module:
+        for name, module in model.named_modules():
+            if _is_ours(module.__dict__.get("_compiled_call_impl")):
+                raise UnsupportedError(
+                    f"{f'the module {name!r}' if name else f'this {type(model).__name__}'} is enabled, and "
+                    "torch.jit.script compiles its own Python code, without its conversion: convert a copy.deepcopy of "
+                    "it, and use torch.jit.trace(amp_model.freeze(*inputs), inputs)."
+                )
+        return prepare(model)
+
+    script.call_prepare_scriptable_func = checked
 
 
 def _is_in_backward() -> bool:

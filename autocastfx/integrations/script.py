@@ -20,7 +20,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autocastfx.capture.leave_intact import is_captured_here
+from autocastfx.capture.leave_intact import is_captured_here, is_in_autocast
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import INSIDE
@@ -250,7 +250,7 @@ class ScriptRun:
             return "nn.DataParallel copies it in each call"
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return "a module in it is TorchScript"
-        if torch.is_autocast_enabled(first.device.type):
+        if is_in_autocast(first.device.type):
             return "called in the script's own torch.autocast"
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             return "its parameters are DTensors"
@@ -326,7 +326,7 @@ def _name(model: Any) -> str:
 
 def _in_autocast(module: nn.Module) -> bool:
     first = next(module.parameters(), None)
-    return first is not None and torch.is_autocast_enabled(first.device.type)
+    return first is not None and is_in_autocast(first.device.type)
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import arguments_of, batches_of, sized
+from autocastfx.capture.call import arguments_of, batches_of, refuse_scripted, sized
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
@@ -104,7 +104,11 @@ def logprob_gap(
         TypeError: ``batches`` is a single batch; a model returns no logits; or ``chosen`` no integer tensor.
         ValueError: there are no batches; no tokens, or tokens of another shape, beyond the vocabulary, or none that
             counts; logits of two shapes; or a log probability is NaN.
+        UnsupportedError: a model is TorchScript, or holds a module that is.
     """
+    for model in (a, b):
+        if isinstance(model, nn.Module):
+            refuse_scripted(model)
     gaps = [_of_batch(a, b, batch, chosen, f"batch {number}") for number, batch in enumerate(batches_of(batches), 1)]
     if not gaps:
         raise ArgumentError("there are no batches to compare the models on. An iterator can be read only once.")

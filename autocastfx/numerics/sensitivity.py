@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from autocastfx.capture.call import CallSignature, arguments_of, batches_of
+from autocastfx.capture.call import CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
@@ -228,7 +228,9 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Raises:
         SensitivityError: they are not.
+        UnsupportedError: the model is TorchScript, whose forward has no signature.
     """
+    refuse_scripted(model)
     try:
         CallSignature.of(model.forward).bind(args, kwargs)
     except TypeError as error:

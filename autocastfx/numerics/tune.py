@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
 from autocastfx.conversion import convert
 from autocastfx.dtypes import dtype_name, low_dtype
-from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError, UnsupportedError
 from autocastfx.files import write_whole
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.float8_search import Float8Search
@@ -252,6 +252,9 @@ def tune(
             a budget of bytes, that does not go with it.
     """
     check_choices(of, probes)
+    _check_types(budget=budget, sensitivity=sensitivity, gpu=gpu, inputs=inputs)
+    if isinstance(held_out, bool) or not isinstance(held_out, int):
+        raise ArgumentError(f"held_out is a count of batches, not {held_out!r}")
     recipe = recipe_of(float8)
     check_share(share, budget, recipe)
     saved_limit = check_saved(saved, of) if saved is not False else None
@@ -333,6 +336,21 @@ def tune(
         options={"dtype": low, "fold": fold},
         saved=choice,
     )
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "budget": ("'default', the name of a list, or a Budget", lambda one: isinstance(one, (str, Budget))),
+    "sensitivity": ("what sensitivity() returned", lambda one: one is None or isinstance(one, Sensitivity)),
+    "gpu": ("the name of a GPU, or a Gpu", lambda one: isinstance(one, (str, Gpu))),
+    "inputs": ("a function from a batch to the model's inputs", lambda one: one is None or callable(one)),
+}
+
+
+def _check_types(**given: object) -> None:
+    for name, value in given.items():
+        kind, fits = _KINDS[name]
+        if not fits(value):
+            raise ArgumentTypeError(f"{name} is {kind}, not {value!r}")
 
 
 def check_share(share: float | None, budget: str | Budget, recipe: str) -> None:

@@ -11,7 +11,13 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import StateWarning, UnmatchedPlanWarning, UnmatchedRuleWarning, listed
+from autocastfx.errors import (
+    StateWarning,
+    UnmatchedMeasurementWarning,
+    UnmatchedPlanWarning,
+    UnmatchedRuleWarning,
+    listed,
+)
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.plan.edited_plan import EditedPlan
 from autocastfx.plan.plan import Plan, Precision
@@ -70,7 +76,7 @@ def _unmeasured_products(plans: Sequence[Plan], sensitivity: Sensitivity) -> Ite
     if left_out:
         measured = f"by {sensitivity.float8}" if sensitivity.float8 else "in 16 bits alone"
         yield (
-            UserWarning,
+            UnmatchedMeasurementWarning,
             f"the predicted error leaves out the float8 products of {len(left_out)} nodes, and is too small: they run "
             f"by {', '.join(sorted(set(left_out.values())))}, and the sensitivity was measured {measured}. Measure it "
             "with float8=…, in the list's recipe.",
@@ -84,7 +90,7 @@ def _missing(
     if missing := [m for m in computed if m.key not in known and m.name not in others]:
         first = missing[0]
         yield (
-            UserWarning,
+            UnmatchedMeasurementWarning,
             f"{len(missing)} of {len(computed)} measured {what} match no node of the graphs captured now, the first "
             f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
             f"version of the model, or in other calls. {again}",

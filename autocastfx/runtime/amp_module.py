@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -30,7 +30,14 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Plan, Precision
-from autocastfx.runtime.around import Around, is_inside, keywords_of_export, refuse_inlining, skip_frames
+from autocastfx.runtime.around import (
+    Around,
+    is_inside,
+    keywords_of_export,
+    refuse_inlining,
+    refuse_scripting,
+    skip_frames,
+)
 from autocastfx.runtime.captures import NOW, CapturedGraph, Captures, Runs
 from autocastfx.runtime.frozen import freeze
 from autocastfx.runtime.methods import Method, members_for
@@ -96,6 +103,8 @@ class AmpModule(fx.GraphModule):
     @property
     def _converter(self) -> Any:
         return self._original.converter
+
+    __prepare_scriptable__ = refuse_scripting
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -612,7 +621,9 @@ class _AsCaptured:
             return values[name] if name in values else captured.attributes[name]
 
         tensors = [values.get(str(node.target)) for node in captured.graph.find_nodes(op="placeholder")]
-        outputs = NodeRun(captured.graph, given).run(*tensors, enable_io_processing=False)
+        is_inference = any(isinstance(one, torch.Tensor) and one.is_inference() for one in inputs)
+        with torch.no_grad() if is_inference else nullcontext():  # autograd takes none
+            outputs = NodeRun(captured.graph, given).run(*tensors, enable_io_processing=False)
         NOW.last = graph, inputs, outputs
         return outputs
 

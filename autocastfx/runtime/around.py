@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -263,6 +263,18 @@ def refuse_inlining() -> None:
     torch._dynamo.graph_break(
         msg="a converted model is called, which is compiled by itself: with fullgraph=True, and in torch.export with "
         "strict=True, call amp_model.freeze(*inputs) instead"
+    )
+
+
+def refuse_scripting(_: nn.Module) -> NoReturn:
+    """Refuse a converted model to torch.jit.script, which calls this as a method of each module.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "torch.jit.script compiles Python code, which a converted model has none of: use "
+        "torch.jit.trace(amp_model.freeze(*inputs), inputs) instead."
     )
 
 

@@ -16,7 +16,7 @@ from autocastfx.capture.call import CallSignature, CallStructure, sized
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import UnsupportedError, VariantError
 from autocastfx.graph.node import attribute, value
-from autocastfx.runtime.around import without_trace
+from autocastfx.runtime.around import refuse_scripting, without_trace
 from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.quick_graph import call_quick
 from autocastfx.runtime.saved import keep_chosen, planned_form
@@ -44,6 +44,7 @@ class FrozenCall(nn.Module):
     """
 
     _is_impure = True  # torch.fx keeps the call though nothing may read its result
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

@@ -8,12 +8,14 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import AmpModule
@@ -435,3 +437,20 @@ def test_a_generator_of_the_model_draws_in_each_call(generator: random.Random) -
     model, x = Drawing(generator), torch.ones(2, 4)
     autocastfx.enable(model, dtype="bfloat16")
     assert len({float(model(x).detach().norm()) for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize("way", ["whole", "broken", "mode"])
+def test_a_model_without_values_runs(way: str) -> None:
+    """The device "meta" has no region of torch.autocast: what is not captured is float32."""
+
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "broken":
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = autocastfx.enable(nn.Sequential(Broken(8, 4)).to("meta"), dtype=LOW)
+    with FlopCounterMode(display=False) if way == "mode" else nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncapturedGraphWarning)
+        result = model(torch.empty(3, 8, device="meta"))
+    assert (result.shape, result.dtype, result.device.type) == ((3, 4), torch.float32, "meta")

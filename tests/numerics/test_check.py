@@ -513,6 +513,27 @@ def test_a_conversion_is_compared_on_as_few_rows_as_tell_enough(kind: str, monke
     assert set(seen) == {6}
 
 
+@pytest.mark.parametrize("calls", [{0}, {1}, {1, 2}, {0, 3}, {1, 2, 4}], ids=str)
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_random_numbers_that_another_thread_draws_meanwhile_are_no_difference(
+    calls: set[int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, number = behaviour.behaviour_of, itertools.count()
+
+    def behaviour_of(model: nn.Module, call: Any, trial: behaviour.Trial) -> behaviour.Behaviour:
+        is_disturbed = next(number) in calls
+
+        def disturbed(*args: Any) -> Any:
+            torch.rand(1)  # as another thread would
+            return call(*args)
+
+        return own(model, disturbed if is_disturbed else call, trial)
+
+    monkeypatch.setattr(behaviour, "behaviour_of", behaviour_of)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate), nn.Linear(8, 4))
+    autocastfx.convert(model, torch.randn(6, 8), dtype="bfloat16")
+
+
 def test_evaluation_is_compared_however_little_time_there_is(
     planted: Callable[[Callable[[fx.Graph], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

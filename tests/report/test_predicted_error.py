@@ -70,7 +70,7 @@ def test_what_was_not_measured_has_no_error() -> None:
     part = replace(MEASURED, effects=EFFECTS[:1])
     assert explained(converted(part), "2") == []
     other = replace(MEASURED, effects=(effect("conv2d", "conv2d", "", 1.0),))
-    with pytest.warns(UserWarning, match="1 of 1 measured nodes match no node"):
+    with pytest.warns(autocastfx.errors.UnmatchedMeasurementWarning, match="1 of 1 measured nodes match no node"):
         amp_model = converted(other)
     assert amp_model.plan.error is None
     assert "error" not in autocastfx.dump(amp_model)

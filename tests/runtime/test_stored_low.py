@@ -246,6 +246,17 @@ def test_example_inputs_are_needed() -> None:
         autocastfx.convert(made(), dtype=LOW, weights="low")
 
 
+@pytest.mark.parametrize("is_made_so", [True, False], ids=["made", "given"])
+def test_tensors_made_in_inference_mode_are_taken(is_made_so: bool) -> None:
+    """Autograd takes none, and nothing is to be recorded."""
+    with torch.inference_mode():
+        x, model = torch.randn(2, 3, 8, 8), made(CNN)
+    model = model if is_made_so else made(CNN)
+    low = autocastfx.convert(model, (x,), dtype=LOW, weights="low")
+    with torch.no_grad():
+        assert torch.equal(low(x), autocastfx.convert(model.eval(), (x,), dtype=LOW)(x))
+
+
 def test_another_call_is_refused(amp_model: AmpModule) -> None:
     advice = re.escape('weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call')
     with pytest.raises(VariantError, match=f"takes the call .*not .*{advice}"):

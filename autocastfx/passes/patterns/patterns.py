@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -419,6 +419,8 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
         raise ArgumentError(
             f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}"
         )
+    if not isinstance(recompose, Collection):
+        raise ArgumentError(f"recompose is True, False or a sequence of names, not {recompose!r}")
     if unknown := [name for name in recompose if name not in known]:
         raise ArgumentError(f"recompose: there is no pattern {unknown[0]!r}; the patterns are {', '.join(known)}")
     return tuple(name for name in known if name in recompose)
