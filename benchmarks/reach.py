@@ -241,7 +241,7 @@ def _judged(case: ZooModel, way: str, size: int) -> _Found:
 
 
 def _said(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(_PLACE.sub("", str(error)).split())[:300]
 
 
 def _in_process(case: ZooModel, kind: str, way: str) -> Row | None:

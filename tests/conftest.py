@@ -13,6 +13,9 @@ import torch
 import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
+from autocastfx.runtime.around import is_inside
+from tests.thread_state import thread_state
+
 # `make test` draws the same examples and values in each run, `make test-all` new ones.
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("new", settings.get_profile("same"), derandomize=False)
@@ -67,6 +70,18 @@ def _same_values(request: pytest.FixtureRequest) -> None:
     """Each test starts from the same seed: its result does not depend on which tests ran before it."""
     if profile_of(request.config) == "same":
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _switches_as_before() -> Iterator[None]:
+    """A test, and what it calls, leaves torch's switches as they were: no error of a later test comes from there."""
+    before = _switches()
+    yield
+    assert _switches() == before
+
+
+def _switches() -> dict[str, object]:
+    return {**thread_state(random_numbers=False), "inside of something": is_inside()}
 
 
 @pytest.fixture(scope="module", autouse=True)

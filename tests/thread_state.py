@@ -14,13 +14,12 @@ _functorch: Any = torch._C._functorch
 _autograd: Any = torch._C._autograd
 
 
-def thread_state() -> dict[str, object]:
+def thread_state(*, random_numbers: bool = True) -> dict[str, object]:
     """Return torch's state of this thread by name, in values that compare."""
     level = torch._C._enter_dual_level()  # the first that is free
     torch._C._exit_dual_level(level=level)
     stack = _functorch.get_interpreter_stack() or []
     kinds = ("cpu", "cuda")
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
     return {
         "dispatch keys": (
             str(torch._C._dispatch_tls_local_include_set()),
@@ -44,8 +43,14 @@ def thread_state() -> dict[str, object]:
         "default device": torch.get_default_device(),
         "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()),
         "fast attention": torch.backends.mha.get_fastpath_enabled(),
-        "random": torch.get_rng_state().tolist(),
-        "Python's random": python,
-        "numpy's random": str(numpy),
         "dynamo": torch._C._dynamo.eval_frame.get_eval_frame_callback(),
+        **(_random_numbers() if random_numbers else {}),
+    }
+
+
+def _random_numbers() -> dict[str, object]:
+    return {
+        "random": torch.get_rng_state().tolist(),
+        "Python's random": random.getstate(),
+        "numpy's random": str(np.random.get_state(legacy=False)),
     }

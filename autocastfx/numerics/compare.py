@@ -87,8 +87,8 @@ class TargetDistance:
 
     def _target(self, model: nn.Module, batch: Any, seed: int, scale: float) -> list[torch.Tensor]:
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
-        grads, autocast_off = torch.set_grad_enabled(self.of == "gradient"), cast("Any", torch._C)._DisableAutocast()
-        with isolated(*dict.fromkeys((self.model, model))), grads, autocast_off:
+        with_gradients, autocast_off = self.of == "gradient", cast("Any", torch._C)._DisableAutocast()
+        with isolated(*dict.fromkeys((self.model, model))), torch.set_grad_enabled(with_gradients), autocast_off:
             torch.manual_seed(seed)
             output = model(*args, **kwargs)
             if self.of == "output":
