@@ -240,14 +240,31 @@ class _Choice:
             for node, one in self.known.decisions.items()
             if one.source in asked or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
         }
+        for node in reversed(self.graph.nodes):  # what the list itself puts in float32 has no other reason there
+            if node in reasons and self.known.decisions[node].source is Forced.DISTANCE:
+                denied = (n for n in node.all_input_nodes if n not in reasons and self._is_denied(n))
+                reasons.update(dict.fromkeys(denied, reasons[node]))
         exact = {self.saves.root(n): f"{start.name} may hold numbers of any size" for n, start in any_size.items()}
         for root, readers in self.saves.readers.items():
             exact.update([(root, f"{n.name} reads it: {reasons[n]}") for n in readers if n in reasons])
+            exact.update([(root, f"{n.name} needs all digits of it") for n in readers if not self._bears(n, root)])
         for node in reversed(self.graph.nodes):  # what such values are computed from again
             why = reasons.get(node) or exact.get(self.saves.root(node))
             if why and node in self.saves.made and self._may_rerun(node):
                 exact.update(dict.fromkeys(map(self.saves.root, self._sources(node)), f"{node.name} runs again: {why}"))
         return exact
+
+    def _is_denied(self, node: fx.Node) -> bool:
+        return node in self.known.decisions and self.known.decisions[node].category is Category.DENY
+
+    def _bears(self, node: fx.Node, root: fx.Node) -> bool:
+        """True if the backward of ``node`` is about as exact as ``root``, rounded as the forms do."""
+        kind, made = self.facts.bears_rounding.get(base_name(op_name(node))), self.saves.made.get(root)
+        if kind == "numbers" or made is None:
+            return True
+        reads = [self.saves.made[n] for n in self._sources(node) if self.saves.root(n) is root]
+        by_rows = all((x.shape[-1:], x.stride()[-1:]) == (made.shape[-1:], made.stride()[-1:]) for x in reads)
+        return by_rows and (kind == "rows" or (kind == "channels" and made.dim() > 2))
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
         """Return the nodes whose values backward has, and those of them that run again, for the fewest bytes."""
