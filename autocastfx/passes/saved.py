@@ -26,7 +26,7 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 from autocastfx.policy.saved import Keep
-from autocastfx.runtime.saved import FORMS, as_it_is
+from autocastfx.runtime.saved import FORMS, as_it_is, row_dim
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
@@ -262,9 +262,17 @@ class _Choice:
         kind, made = self.facts.bears_rounding.get(base_name(op_name(node))), self.saves.made.get(root)
         if kind == "numbers" or made is None:
             return True
-        reads = [self.saves.made[n] for n in self._sources(node) if self.saves.root(n) is root]
-        by_rows = all((x.shape[-1:], x.stride()[-1:]) == (made.shape[-1:], made.stride()[-1:]) for x in reads)
-        return by_rows and (kind == "rows" or (kind == "channels" and made.dim() > 2))
+        if kind is None:
+            return False
+        row = row_dim(made)
+        for n in self._sources(node):
+            if self.saves.root(n) is root:
+                read = self.saves.made[n]
+                at = row_dim(read)
+                is_same = (read.shape[at], read.stride(at)) == (made.shape[row], made.stride(row))
+                if not is_same or at < (read.dim() - 1 if kind == "rows" else 2):
+                    return False
+        return True
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
         """Return the nodes whose values backward has, and those of them that run again, for the fewest bytes."""

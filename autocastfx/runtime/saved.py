@@ -35,13 +35,19 @@ class Form(NamedTuple):
     unpack: Callable[[torch.dtype, tuple[Tensor, ...]], Tensor]
 
 
+def row_dim(x: Tensor) -> int:
+    """The dimension whose numbers lie side by side in memory: the channels of an image in channels_last."""
+    return min(range(x.dim()), key=lambda d: (x.shape[d] < 2, x.stride(d), -d), default=-1)
+
+
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of each row of the last dimension, and the largest distance from it.
+    """The middle of each row in memory, and the largest distance from it.
 
     The middle is 0 unless all of a row lies close around it. What is left of such a number is less than half of it, so
     rounding that loses less; and kernels that subtract a mean inside have the digits that they need.
     """
-    low, high = x.aminmax(dim=-1, keepdim=True) if x.numel() else (x.sum(-1, keepdim=True),) * 2
+    row = row_dim(x)
+    low, high = x.aminmax(dim=row, keepdim=True) if x.numel() else (x.sum(row, keepdim=True),) * 2
     middle = low / 2 + high / 2
     middle = middle.where(high - low < middle.abs(), 0)
     return middle, torch.maximum(high - middle, middle - low)

@@ -298,7 +298,14 @@ def test_what_an_op_subtracts_or_compares_inside_is_not_rounded(call: Callable[[
     assert any(one.because.startswith("it may not be rounded: ") for one in found)
 
 
-@pytest.mark.parametrize("norm", ["layer", "group", "instance", "batch", "batch of rows"])
+def images(y: Tensor) -> Tensor:
+    """Rows of 64 as pixels, with their channels side by side in memory."""
+    return (y.view(4, 8, 8, 64).permute(0, 3, 1, 2) + 1).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "norm", ["layer", "layer of channels", "group", "instance", "batch", "batch of rows", "batch of channels"]
+)
 @pytest.mark.parametrize("saved", ["low", "float8"])
 def test_norms_of_values_with_an_offset_have_their_gradients(norm: str, saved: str) -> None:
     calls: dict[str, Callable[[Tensor], Tensor]] = {
@@ -306,6 +313,10 @@ def test_norms_of_values_with_an_offset_have_their_gradients(norm: str, saved: s
         "group": lambda y: functional.group_norm(y.view(32, 8, 64), 4).flatten(0, 1),
         "instance": lambda y: functional.instance_norm(y.view(32, 8, 64)).flatten(0, 1),
         "batch": lambda y: functional.batch_norm(y.view(32, 8, 64), None, None, training=True).flatten(0, 1),
+        "layer of channels": lambda y: functional.layer_norm(images(y).permute(0, 2, 3, 1), (64,)).reshape(256, 64),
+        "batch of channels": lambda y: (
+            functional.batch_norm(images(y), None, None, training=True).permute(0, 2, 3, 1).reshape(256, 64)
+        ),
         "batch of rows": lambda y: functional.batch_norm(y, None, None, training=True),
     }
     torch.manual_seed(0)
@@ -316,6 +327,9 @@ def test_norms_of_values_with_an_offset_have_their_gradients(norm: str, saved: s
         torch.manual_seed(1)
         loss = (amp_model(x).float() * torch.randn(256, 64)).sum()
         gradients.append(torch.autograd.grad(loss, [model.first.weight, model.scale]))
+        parts = amp_model.plan.saved
+    is_rounded = any(one.keep.value == saved and norm.split()[0] in "".join(one.readers) for one in parts)
+    assert is_rounded == (norm in ("layer", "layer of channels", "group", "batch"))
     for exact, rounded in zip(*gradients, strict=True):
         assert (rounded - exact).norm() <= (0.1 if saved == "float8" else 0.02) * exact.norm()
 
