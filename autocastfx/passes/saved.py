@@ -26,7 +26,7 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 from autocastfx.policy.saved import Keep
-from autocastfx.runtime.saved import FORMS, as_it_is
+from autocastfx.runtime.saved import FORMS, as_it_is, row_dim
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
@@ -240,14 +240,39 @@ class _Choice:
             for node, one in self.known.decisions.items()
             if one.source in asked or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
         }
+        for node in reversed(self.graph.nodes):  # what the list itself puts in float32 has no other reason there
+            if node in reasons and self.known.decisions[node].source is Forced.DISTANCE:
+                denied = (n for n in node.all_input_nodes if n not in reasons and self._is_denied(n))
+                reasons.update(dict.fromkeys(denied, reasons[node]))
         exact = {self.saves.root(n): f"{start.name} may hold numbers of any size" for n, start in any_size.items()}
         for root, readers in self.saves.readers.items():
             exact.update([(root, f"{n.name} reads it: {reasons[n]}") for n in readers if n in reasons])
+            exact.update([(root, f"{n.name} needs all digits of it") for n in readers if not self._bears(n, root)])
         for node in reversed(self.graph.nodes):  # what such values are computed from again
             why = reasons.get(node) or exact.get(self.saves.root(node))
             if why and node in self.saves.made and self._may_rerun(node):
                 exact.update(dict.fromkeys(map(self.saves.root, self._sources(node)), f"{node.name} runs again: {why}"))
         return exact
+
+    def _is_denied(self, node: fx.Node) -> bool:
+        return node in self.known.decisions and self.known.decisions[node].category is Category.DENY
+
+    def _bears(self, node: fx.Node, root: fx.Node) -> bool:
+        """True if the backward of ``node`` is about as exact as ``root``, rounded as the forms do."""
+        kind, made = self.facts.bears_rounding.get(base_name(op_name(node))), self.saves.made.get(root)
+        if kind == "numbers" or made is None:
+            return True
+        if kind is None:
+            return False
+        row = row_dim(made)
+        for n in self._sources(node):
+            if self.saves.root(n) is root:
+                read = self.saves.made[n]
+                at = row_dim(read)
+                is_same = (read.shape[at], read.stride(at)) == (made.shape[row], made.stride(row))
+                if not is_same or at < (read.dim() - 1 if kind == "rows" else 2):
+                    return False
+        return True
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
         """Return the nodes whose values backward has, and those of them that run again, for the fewest bytes."""

@@ -53,6 +53,7 @@ class KernelFacts:
         whole_numbers: by op that can give whole numbers, the kind of whole number.
         holds_masks: ops whose results may hold numbers that mask beside others.
         recomputes: ops that backward may run again, in place of keeping what they gave.
+        bears_rounding: by op whose backward is about as exact as what it reads, rounded: what is rounded by itself.
         adds_in_16_bits: per (device type, ``"forward"`` or ``"backward"``), the ops whose kernel adds up in 16 bits.
             Others add up in float32, and round once.
         contributions: by op whose backward adds up, what says how many gradients meet in one element.
@@ -78,6 +79,7 @@ class KernelFacts:
     rounds_numbers: Mapping[str, frozenset[str]]
     recomputes: frozenset[str]
     holds_masks: frozenset[str]
+    bears_rounding: Mapping[str, str]
 
     def keeps_numbers(self, op: str, device: str) -> bool:
         """True if a small number, such as an epsilon, is not rounded to 16 bits in the kernel of ``op``."""
@@ -120,6 +122,7 @@ def _read(tree: Tree) -> KernelFacts:
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
+    tree.child("bears_rounding").check_keys(("numbers", "rows", "channels"), what="kind of rounding")
     tree.child("contributions").check_keys(CONTRIBUTIONS, what="kind of contribution")
     return KernelFacts(**{name: _TABLES.get(name, _ops)(tree.child(name)) for name in names})
 
@@ -153,7 +156,7 @@ _TABLES: Mapping[str, Callable[[Tree], Any]] = {
     **dict.fromkeys(("no_kernel", "adds_in_16_bits"), _by_device),
     "folds": _by_level,
     "same_operands": _pairs,
-    **dict.fromkeys(("whole_numbers", "reduces", "contributions"), _kinds),
+    **dict.fromkeys(("whole_numbers", "reduces", "contributions", "bears_rounding"), _kinds),
     **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
 }
 

@@ -32,8 +32,8 @@ class Keep(str, Enum):
 
 KEEPS: Mapping[str, str] = {
     "computed": "kept as it was computed",
-    "low": "float32 values are kept in bfloat16; others as computed",
-    "float8": "kept in float8 (e4m3), with a float32 scale for each row of the last dimension",
+    "low": "float32 values are kept in bfloat16, rows far from 0 without their middle; others as computed",
+    "float8": "kept in float8 (e4m3), with a float32 scale and a middle for each row in memory",
     "recompute": "not kept where cheap ops give it again, to the bit, from what is kept: the choice that keeps the "
     "fewest bytes",
 }

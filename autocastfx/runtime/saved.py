@@ -25,7 +25,7 @@ from autocastfx.policy.float8 import E4M3
 from autocastfx.policy.saved import Keep
 
 _C: Any = torch._C
-_MOST, _SMALLEST = torch.finfo(E4M3).max, 1e-30
+_MOST, _SMALLEST = torch.finfo(E4M3).max, torch.finfo(torch.float32).smallest_normal
 
 
 class Form(NamedTuple):
@@ -35,28 +35,48 @@ class Form(NamedTuple):
     unpack: Callable[[torch.dtype, tuple[Tensor, ...]], Tensor]
 
 
-def _rows_in_float8(x: Tensor) -> tuple[Tensor, ...]:
+def row_dim(x: Tensor) -> int:
+    """The dimension whose numbers lie side by side in memory: the channels of an image in channels_last."""
+    return min(range(x.dim()), key=lambda d: (x.shape[d] < 2, x.stride(d), -d), default=-1)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The middle of each row in memory, and the largest distance from it.
+
+    The middle is 0 unless all of a row lies close around it. What is left of such a number is less than half of it, so
+    rounding that loses less; and kernels that subtract a mean inside have the digits that they need.
+    """
+    row = row_dim(x)
+    low, high = x.aminmax(dim=row, keepdim=True) if x.numel() else (x.sum(row, keepdim=True),) * 2
+    middle = low / 2 + high / 2
+    middle = middle.where(high - low < middle.abs(), 0)
+    return middle, torch.maximum(high - middle, middle - low)
+
+
+def _in_float8(x: Tensor) -> tuple[Tensor, ...]:
     # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf
     # makes its row NaN.
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_(min=_SMALLEST) / _MOST
-    return (x / scale).clamp_(-_MOST, _MOST).to(E4M3), scale
+    middle, most = _rows(x)
+    scale = (most.float() / _MOST).clamp_(min=_SMALLEST)
+    return ((x - middle) / scale).clamp_(-_MOST, _MOST).to(E4M3), scale, middle
 
 
 def _from_float8(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    return (parts[0].float() * parts[1]).to(dtype)
+    return (parts[0].float() * parts[1] + parts[2]).to(dtype)
 
 
 def _in_bfloat16(x: Tensor) -> tuple[Tensor, ...]:
-    return (x.bfloat16(),)
+    middle, _ = _rows(x)
+    return (x - middle).bfloat16(), middle
 
 
 def _from_bfloat16(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0].to(dtype)
+    return (parts[0] + parts[1]).to(dtype)
 
 
 FORMS: Mapping[Keep, Form] = {
     Keep.LOW: Form(_in_bfloat16, _from_bfloat16),
-    Keep.FLOAT8: Form(_rows_in_float8, _from_float8),
+    Keep.FLOAT8: Form(_in_float8, _from_float8),
 }
 Forms = Callable[[PlannedSaved], Form | None]
 

@@ -402,6 +402,26 @@ def test_where_hooks_are_not_allowed(model: Layers, x: Tensor) -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize("keep", [Keep.LOW, Keep.FLOAT8])
+def test_a_form_loses_no_more_than_its_rounding_and_less_in_a_row_with_an_offset(keep: Keep) -> None:
+    form, step = saved.FORMS[keep], EPS8 if keep is Keep.FLOAT8 else 2**-8
+    rows = torch.randn(8, 64) / 4 + torch.tensor([0.0, 1.0, -1.0, 2.0, -3.0, 50.0, -100.0, 1e4])[:, None]
+    far = (form.unpack(rows.dtype, form.pack(rows)) - rows).abs()
+    assert (far <= step * rows.abs().maximum(rows.abs().amax(1, keepdim=True) * 2**-8)).all()
+    assert (far[5:] <= 2 * step).all()
+    for small in (1e-30, 1e-36, 1e-38):
+        value = torch.rand(4, 64) * small
+        assert (form.unpack(value.dtype, form.pack(value)) - value).norm() <= step * value.norm()
+    assert form.unpack(torch.float32, form.pack(torch.zeros(4, 8))).eq(0).all()
+    assert form.unpack(torch.float32, form.pack(torch.zeros(0))).shape == (0,)
+
+
+def test_an_infinite_number_in_bfloat16_leaves_its_row() -> None:
+    value = torch.tensor([[1.0, -torch.inf], [torch.inf, 2.0], [torch.inf, torch.inf], [3e38, -3e38]])
+    restored = saved.FORMS[Keep.LOW].unpack(value.dtype, saved.FORMS[Keep.LOW].pack(value))
+    torch.testing.assert_close(restored, value, rtol=2**-8, atol=0)
+
+
 def test_threads_draw_their_own_masks(model: Layers, x: Tensor) -> None:
     state = torch.get_rng_state()
     amp_model = converted(model, x, "recompute")
@@ -432,7 +452,7 @@ def test_a_mask_is_kept_in_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> N
 
 def test_a_wrong_row_scale_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     form = saved.FORMS[Keep.FLOAT8]
-    wrong = saved.Form(lambda v: (form.pack(v)[0], form.pack(v)[1].roll(1, 0)), form.unpack)
+    wrong = saved.Form(lambda v: (form.pack(v)[0], form.pack(v)[1].roll(1, 0), form.pack(v)[2]), form.unpack)
     monkeypatch.setitem(saved.FORMS, Keep.FLOAT8, wrong)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         test_fewer_bits_change_gradients_alone(model, x, "float8")
