@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
 def row_dim(x: Tensor) -> int:
     """The dimension whose numbers lie side by side in memory: the channels of an image in channels_last."""
-    return min(range(x.dim()), key=lambda d: (x.shape[d] < 2, x.stride(d), -d), default=-1)
+    return min(range(x.dim()), key=lambda d: (x.stride(d), -d), default=-1)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
