@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
@@ -332,7 +332,8 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     saved: dict[int, tuple[Any, Any]] = {id(one): (one, dict(vars(one))) for one in classes}
     own = (value for one in classes for value in vars(one).values() if not isinstance(value, _CALLS))
     tables = [one for module in model.modules() for name, one in vars(module).items() if name.endswith("_hooks")]
-    hooks = (hook for one in tables for hook in (one.values() if isinstance(one, Mapping) else one))
+    kept = (one.values() if isinstance(one, Mapping) else one for one in tables if isinstance(one, Iterable))
+    hooks = (hook for one in kept for hook in cast("Iterable[Any]", one))
     first = (model, *hooks, *own, *_run_by_forward(classes))
     queue: deque[tuple[Any, bool]] = deque((one, True) for one in first)
     while queue:

@@ -339,6 +339,13 @@ def test_what_hooks_count_is_as_before(kind: str) -> None:
     assert counted() != before
 
 
+def test_an_attribute_that_is_named_as_hooks_are_may_hold_nothing() -> None:
+    """timm's models have ``feature_hooks``."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.feature_hooks = None
+    autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, check=True)
+
+
 _HELD: dict[str, torch.Tensor] = {}
 _DRAWN = torch.Generator()
 
