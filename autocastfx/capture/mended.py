@@ -59,7 +59,8 @@ def asking_mends() -> list[tuple[Any, str, Any]]:
     return [(GradModeVariable, "_guards_singleton", _Noting(GradModeVariable._guards_singleton))]
 
 
-# Methods of the model's classes, which Dynamo takes to stay what they are.
+# What Dynamo guards otherwise than the code reads it: methods of the model's classes, which it takes to stay what they
+# are, and the lengths of tuples whose class has no length.
 
 
 def guarding_mends() -> list[tuple[Any, str, Any]]:
@@ -77,7 +78,17 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
             install_guard(self.source_fn.make_guard(GuardBuilder.CLOSURE_MATCH))
         return call(self, tx, args, kwargs)
 
-    return [(UserMethodVariable, "call_function", call_function)]
+    length: Any = GuardBuilder.SEQUENCE_LENGTH
+
+    @wraps(length)
+    def guard_length(self: Any, guard: Any) -> None:
+        value = self.get(guard)
+        if isinstance(value, tuple) and type(value).__len__ is not tuple.__len__:  # e3nn's Irrep raises
+            self.TYPE_MATCH(guard)  # what is read of it is guarded besides
+        else:
+            length(self, guard)
+
+    return [(UserMethodVariable, "call_function", call_function), (GuardBuilder, "SEQUENCE_LENGTH", guard_length)]
 
 
 # What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.

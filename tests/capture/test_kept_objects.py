@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,3 +102,35 @@ def test_numpys_random_numbers_are_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"numpy\.random function"):
         autocastfx.convert(Drawing(), X, dtype="bfloat16")
+
+
+class Order(tuple[int, int]):
+    """A tuple without a length, as e3nn has them."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Ordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.order = nn.Linear(8, 8), Order((3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        most, sign = self.order
+        return self.linear(x) * most * sign
+
+
+@pytest.mark.parametrize("way", [autocastfx.convert, autocastfx.enable])
+def test_a_tuple_whose_class_has_no_length_is_followed(way: Callable[..., Any]) -> None:
+    model = Ordered()
+    options = {"uncaptured": "error"} if way is autocastfx.enable else {"check": True}
+    given = () if way is autocastfx.enable else (X,)
+    amp_model = way(model, *given, dtype="bfloat16", **options)
+    other = Ordered()
+    other.load_state_dict(model.state_dict())
+    assert close(amp_model(X), Ordered.forward(other, X))
+    model.order = other.order = Order((3, -1))
+    assert close(amp_model(X), Ordered.forward(other, X))
