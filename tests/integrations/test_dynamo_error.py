@@ -71,8 +71,8 @@ def test_a_graph_is_told_to_the_logger() -> None:
     assert [line.partition(":")[0] for line in lines] == ["converting a graph of 5 nodes"]
 
 
-class NoLength(tuple[int, ...]):
-    """Dynamo makes a guard on the length of a tuple that it reads, and this has none."""
+class NoLength(list[int]):
+    """Dynamo makes a guard on the length of a list that it reads, and this has none."""
 
     def __len__(self) -> int:
         raise NotImplementedError
