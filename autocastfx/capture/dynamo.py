@@ -122,7 +122,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them, and whether it asks for gradients.
-    - Methods of the model's classes are guarded (:func:`guarding_mends`).
+    - Methods of the model's classes are guarded, and tuples without a length (:func:`guarding_mends`).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable

@@ -65,7 +65,7 @@ def asking_mends() -> list[tuple[Any, str, Any]]:
 
 def guarding_mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
     from torch._dynamo.variables.functions import UserMethodVariable
 
     call: Any = UserMethodVariable.call_function
@@ -84,7 +84,11 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
     def guard_length(self: Any, guard: Any) -> None:
         value = self.get(guard)
         if isinstance(value, tuple) and type(value).__len__ is not tuple.__len__:  # e3nn's Irrep raises
-            self.TYPE_MATCH(guard)  # what is read of it is guarded besides
+            self.TYPE_MATCH(guard)
+            count, told = tuple.__len__(value), [f"tuple.__len__({guard.name})"]
+            self.get_guard_manager(guard).add_lambda_guard(
+                lambda one: tuple.__len__(one) == count, get_verbose_code_parts(told, guard), guard.user_stack
+            )
         else:
             length(self, guard)
 

@@ -104,7 +104,7 @@ def test_numpys_random_numbers_are_refused() -> None:
         autocastfx.convert(Drawing(), X, dtype="bfloat16")
 
 
-class Order(tuple[int, int]):
+class Order(tuple[int, ...]):
     """A tuple without a length, as e3nn has them."""
 
     __slots__ = ()
@@ -119,8 +119,10 @@ class Ordered(nn.Module):
         self.linear, self.order = nn.Linear(8, 8), Order((3, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        most, sign = self.order
-        return self.linear(x) * most * sign
+        x = self.linear(x)
+        for factor in self.order:
+            x = x * factor
+        return x
 
 
 @pytest.mark.parametrize("way", [autocastfx.convert, autocastfx.enable])
@@ -132,5 +134,6 @@ def test_a_tuple_whose_class_has_no_length_is_followed(way: Callable[..., Any]) 
     other = Ordered()
     other.load_state_dict(model.state_dict())
     assert close(amp_model(X), Ordered.forward(other, X))
-    model.order = other.order = Order((3, -1))
-    assert close(amp_model(X), Ordered.forward(other, X))
+    for order in ((3, -1), (3, -1, 2), (3,)):
+        model.order = other.order = Order(order)
+        assert close(amp_model(X), Ordered.forward(other, X))

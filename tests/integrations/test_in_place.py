@@ -441,7 +441,7 @@ def test_a_generator_of_the_model_draws_in_each_call(generator: random.Random) -
 
 @pytest.mark.parametrize("way", ["whole", "broken", "mode"])
 def test_a_model_without_values_runs(way: str) -> None:
-    """The device "meta" has no region of torch.autocast: what is not captured is float32."""
+    """What is not captured runs in float32 there, for torch.autocast does not know the device."""
 
     class Broken(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
