@@ -85,10 +85,13 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
         value = self.get(guard)
         if isinstance(value, tuple) and type(value).__len__ is not tuple.__len__:  # e3nn's Irrep raises
             self.TYPE_MATCH(guard)
-            count, told = tuple.__len__(value), [f"tuple.__len__({guard.name})"]
-            self.get_guard_manager(guard).add_lambda_guard(
-                lambda one: tuple.__len__(one) == count, get_verbose_code_parts(told, guard), guard.user_stack
-            )
+            count, told = tuple.__len__(cast("tuple[Any, ...]", value)), [f"tuple.__len__({guard.name})"]
+
+            def has_count(now: tuple[Any, ...]) -> bool:
+                return tuple.__len__(now) == count
+
+            parts = get_verbose_code_parts(told, guard)
+            self.get_guard_manager(guard).add_lambda_guard(has_count, parts, guard.user_stack)
         else:
             length(self, guard)
 
