@@ -261,10 +261,11 @@ _CALLS = (types.FunctionType, *_BOUND)
 
 
 @contextmanager
-def intact(model: nn.Module) -> Generator[None, None, None]:
+def intact(model: nn.Module, *, keeps_added: bool = False) -> Generator[None, None, None]:
     """While open, ``forward`` may set attributes; afterwards they are as before, containers and objects by content.
 
-    So are the states of the random number generators of torch, Python and numpy.
+    So are the states of the random number generators of torch, Python and numpy. With ``keeps_added`` attributes, and
+    entries of dictionaries, stay that were not there before.
     """
     saved = _saved_contents(model)
     numpy: Any = sys.modules.get("numpy")
@@ -274,7 +275,7 @@ def intact(model: nn.Module) -> Generator[None, None, None]:
             yield
     finally:
         for owner, content in saved:
-            _restore(owner, content)
+            _restore(owner, content, keeps_added=keeps_added)
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
@@ -416,7 +417,7 @@ def _names_assigned(code: types.CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
 
 
-def _restore(owner: Any, content: Any) -> None:
+def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
     if isinstance(owner, torch.Tensor):
         version, values = content
         if owner._version != version:
@@ -434,7 +435,12 @@ def _restore(owner: Any, content: Any) -> None:
     elif not isinstance(owner, (list, dict, deque)):  # a class, or an object with slots
         now = dict(vars(owner)) if isinstance(owner, type) else _slots(owner)
         for name in (name for name in {**now, **content} if now.get(name) is not content.get(name)):
-            setattr(owner, name, content[name]) if name in content else delattr(owner, name)
+            if name in content:
+                setattr(owner, name, content[name])
+            elif not keeps_added:
+                delattr(owner, name)
+    elif isinstance(owner, dict) and keeps_added:
+        owner.update(content)
     elif not same_content(owner, content):
         owner.clear()
         owner.update(content) if isinstance(owner, dict) else owner.extend(content)
@@ -450,7 +456,7 @@ def same_content(owner: Any, content: Any) -> bool:
 
 
 @contextmanager
-def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
+def isolated(*models: nn.Module, keeps_added: bool = False) -> Generator[Callable[[], set[int]]]:
     """While open, models that share tensors run, and learn, on tensors of their own; afterwards all is as before.
 
     Their parameters are others in the same memory, without gradients and hooks, so that no optimizer steps in one. If
@@ -477,7 +483,7 @@ def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
     with ExitStack() as kept:
         for model in models:
             if not isinstance(model, fx.GraphModule):
-                kept.enter_context(intact(model))
+                kept.enter_context(intact(model, keeps_added=keeps_added))
         for context in (own_thread_state(), random_numbers_kept(), torch.inference_mode(False)):
             kept.enter_context(context)
         try:
@@ -494,6 +500,42 @@ def isolated(*models: nn.Module) -> Generator[Callable[[], set[int]]]:
                 generator.set_state(state)
             for key, before in writes.before.items():
                 parameters[key].data.copy_(before)
+
+
+def set_up_by_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
+    """Call a model as it is, and keep the flags and hooks that this adds to it: a first call may set a model up.
+
+    Returns:
+        A function that takes away what was added. None if the call fails, if it adds nothing, or if it adds what may
+        hold tensors: those would be made of the model's own copies.
+    """
+    before = _saved_contents(model)
+
+    def undo() -> None:
+        for owner, content in before:
+            _restore(owner, content)
+
+    copied = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
+    )
+    try:
+        with isolated(model, keeps_added=True):
+            model(*copied[0], **copied[1])
+    except Exception:  # it is called for what it adds; an error of its own is told where the caller calls it
+        undo()
+        return None
+    dictionaries = ((owner, content) for owner, content in before if isinstance(owner, dict))
+    added = [owner[key] for owner, content in dictionaries for key in owner.keys() - content.keys()]
+    if added and all(map(_holds_no_tensor, added)):
+        return undo
+    undo()
+    return None
+
+
+def _holds_no_tensor(added: Any) -> bool:
+    if isinstance(added, types.FunctionType):
+        return all(_holds_no_tensor(cell.cell_contents) for cell in added.__closure__ or ())
+    return all(isinstance(leaf, (bool, int, float, str, type(None), type)) for leaf in pytree.tree_leaves(added))
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

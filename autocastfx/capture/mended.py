@@ -171,12 +171,13 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
+    - ``x.requires_grad = True`` of a computed value, for a gradient that only the graph could read, does nothing.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstantVariable, user_defined
+    from torch._dynamo.variables import ConstantVariable, builtin, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -185,6 +186,15 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     as_proxy, draw = UserDefinedObjectVariable.as_proxy, cast("Any", RandomVariable.call_method)
     class_for: Any = BaseListVariable.cls_for_instance
     read: Any = TensorVariable.var_getattr
+    setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # of torch 2.13, and 2.11
+    setting = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
+    assign: Any = getattr(setter, setting)
+
+    @wraps(assign)
+    def set_attribute(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        is_computed = isinstance(owner, TensorVariable) and owner.source is None
+        given = [one.as_python_constant() if one.is_python_constant() else None for one in (name, value)]
+        return value if is_computed and given == ["requires_grad", True] else assign(self, tx, owner, name, value)
 
     @wraps(as_proxy)
     def proxy_of(self: Any) -> Any:
@@ -227,6 +237,7 @@ def object_mends() -> list[tuple[Any, str, Any]]:
 
     return [
         (TensorVariable, "var_getattr", read_attribute),
+        (setter, setting, set_attribute),
         (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
         (RandomVariable, "call_method", call_method),

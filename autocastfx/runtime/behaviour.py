@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT
 from autocastfx.capture.leave_intact import equal, isolated, set_modes
+from autocastfx.errors import CaptureError
 from autocastfx.runtime.amp_module import AmpModule
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -360,9 +361,9 @@ def compare_calls(
 ) -> Compared:
     """Run calls with a model and with another one that should do the same.
 
-    A call that the model itself refuses, or that gives Inf or NaN, is dropped; where it is the backward alone that
-    does, forward is compared. A model that does something else when it is called again, from the same state, differs
-    from any graph that does not.
+    A call that the model itself refuses, that gives Inf or NaN, or of which no graph can be captured, is dropped; where
+    it is the backward alone that does so, forward is compared. A model that does something else when it is called
+    again, from the same state, differs from any graph that does not.
 
     Args:
         model: the original.
@@ -384,8 +385,11 @@ def compare_calls(
             if original is None:
                 dropped.append(f"{trial.name.removesuffix(', forward alone')}: {why}")
                 continue
-            calls.append(trial.name)
-            mismatches += _differences_in(trial, model, runs, original)
+            try:
+                mismatches += _differences_in(trial, model, runs, original)
+                calls.append(trial.name)
+            except CallError as error:
+                dropped.append(f"{trial.name}: {_said(error)}")
     return Compared(tuple(mismatches), tuple(calls), tuple(dropped))
 
 
@@ -450,6 +454,8 @@ def _differences_once(
     try:
         ours = behaviour_of(model, other, trial)
     except CallError as error:  # what the original did without
+        if isinstance(error.error, CaptureError):  # there is no graph to compare, and such a call will say so
+            raise
         return [Difference("the call", f"raises {_said(error)}", trial.name)]
     if not (found := differences(original, ours, trial.name)):
         return []

@@ -24,12 +24,12 @@ from autocastfx.capture.call import Call, CallSignature, CallStructure, device_a
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
 from autocastfx.capture.kept_whole import keeping_whole
-from autocastfx.capture.leave_intact import capturing, own_thread_state
+from autocastfx.capture.leave_intact import capturing, own_thread_state, set_up_by_call
 from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, tell_of_padding
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.errors import ManyVariantsWarning
+from autocastfx.errors import CaptureError, ManyVariantsWarning
 from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.ranges import mode_of
@@ -177,6 +177,7 @@ class Captures:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
         self._any_size = any_size
+        self._was_set_up = False  # a first call may set the model up, in code that breaks the graph
         self._pads = False  # that it computes padded places is told once
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
@@ -207,9 +208,24 @@ class Captures:
             except RuntimeError as error:
                 if (plain := plain_error(error, self.model, args, kwargs)) is None:
                     raise
+            if not self.graphs and not self._was_set_up and isinstance(plain, CaptureError):
+                self._was_set_up = True
+                if (undo := set_up_by_call(self.model, args, kwargs)) is not None:
+                    return self._call_set_up(undo, plain, args, kwargs)
             return self._call_apart(plain, args, kwargs)
         finally:
             now.runs, now.args, now.kwargs, now.around, now.without = before
+
+    def _call_set_up(
+        self, undo: Callable[[], None], plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Capture the model after what its first call adds to it: that code is behind it, and breaks no graph."""
+        runs, around = cast("Runs", NOW.runs), NOW.around
+        try:
+            return self.call(runs, args, kwargs, around=around)
+        except RuntimeError:
+            undo()
+            raise plain from None
 
     def _call_without_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the graph for calls with gradients, without: Dynamo would capture another one."""
