@@ -23,7 +23,14 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
 from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
-from autocastfx.capture.mended import asking_mends, guarding_mends, messages_after_graph, object_mends, storing_mends
+from autocastfx.capture.mended import (
+    asking_mends,
+    guarding_mends,
+    knowing_mends,
+    messages_after_graph,
+    object_mends,
+    storing_mends,
+)
 from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.node import place
@@ -123,6 +130,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them, and whether it asks for gradients.
     - Methods of the model's classes are guarded, and tuples without a length (:func:`guarding_mends`).
+    - Code branches on small tensors of numbers and sizes (:func:`knowing_mends`).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable
@@ -136,6 +144,7 @@ def mends() -> list[tuple[Any, str, Any]]:
         *mends_that_note(),
         *asking_mends(),
         *guarding_mends(),
+        *knowing_mends(),
     ]
 
 

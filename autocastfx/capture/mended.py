@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import threading
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.nn.modules import transformer
 
 from autocastfx.errors import StateWarning
@@ -291,6 +293,64 @@ def _name_of(source: Any) -> str:
         return "" if source is None else source.name
     except NotImplementedError:
         return ""
+
+
+# Values of small tensors and arrays that are made of numbers and sizes alone: Dynamo knows those of one element.
+
+
+_SMALL = 64  # elements
+
+
+def knowing_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - Such a tensor is computed while the graph is captured, and what the code asks of it is known: as ``any`` of
+      ``np.array(x.shape) % 32``. Sizes in it are those of the call, as guards then say.
+    - A branch on a known value, or ``not``, is that on a number; for torch's Dynamo it depends on data.
+    - Its item is a number, also of an array.
+    """
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+    method: Any = NumpyNdarrayVariable.call_method
+
+    @wraps(method)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        known = _known(self) if name == "item" and not args and not kwargs else None
+        return method(self, tx, name, args, kwargs) if known is None else ConstantVariable.create(known.item())
+
+    def on_known(step: Any) -> Any:
+        @wraps(step)
+        def run(self: Any, instruction: Any) -> None:
+            if (known := _known(self.stack[-1])) is not None:
+                self.stack[-1] = ConstantVariable.create(bool(known))
+            step(self, instruction)
+
+        return run
+
+    def table_of(translator: Any) -> list[Any]:
+        table, jumps = list[Any](translator.dispatch_table), symbolic_convert.generic_jump.__name__
+        asking = {code for code, one in enumerate(table) if getattr(one, "__qualname__", "").startswith(f"{jumps}.")}
+        return [on_known(one) if code in {*asking, dis.opmap["UNARY_NOT"]} else one for code, one in enumerate(table)]
+
+    kind = type(symbolic_convert.InstructionTranslatorBase)
+    translators = [one for one in vars(symbolic_convert).values() if isinstance(one, kind)]
+    return [
+        (fake_tensor, "CONSTANT_NUMEL_LIMIT", _SMALL),
+        (NumpyNdarrayVariable, "call_method", call_method),
+        *((one, "dispatch_table", table_of(one)) for one in translators),
+    ]
+
+
+def _known(variable: Any) -> Tensor | None:
+    """Return the one element of a tensor or array that Dynamo knows; None for others."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if not isinstance(variable.realize(), TensorVariable):
+        return None
+    known: Tensor | None = getattr(variable.as_proxy().node.meta.get("example_value"), "constant", None)
+    return known if known is not None and known.numel() == 1 else None
 
 
 # torch's own modules that do in a graph of Dynamo's something else than by themselves.
