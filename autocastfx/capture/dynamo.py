@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
@@ -340,7 +341,7 @@ def plain_error(
         advice = f"This is a fault of autocastfx: please report it. Until it is mended, {_IN_PLACE}."
     else:
         first = f"{name} cannot be captured in {mode} mode, in one graph: {_reason(said)}"
-        advice = _advice(said)
+        advice = _advice(said) if (kind := _class_that_fails(error, args, kwargs)) is None else _plain_advice(kind)
     at = ", ".join(filter(None, (_innermost(error, model), _called(model, args, kwargs))))
     raised = CaptureError("\n".join(filter(None, (first, f"{at[:1].upper()}{at[1:]}", advice))))
     raised.__context__, raised.__suppress_context__ = error, True
@@ -384,6 +385,24 @@ def _advice(said: str) -> str:
             f"torch.cond or torch's own functions there, convert the submodules apart, or {_IN_PLACE}."
         )
     return f"Write this line so that one graph holds it, convert the submodules apart, or {_IN_PLACE}."
+
+
+def _class_that_fails(error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> type | None:
+    """Return the class of an argument in whose ``__torch_function__`` Dynamo fails; None if it fails elsewhere."""
+    stack: StackSummary | None = getattr(error, "real_stack", None)
+    is_inside = any(one.name == "__torch_function__" for one in stack or ())
+    if not is_inside and "tensor subclass" not in str(error).lower():
+        return None
+    own = torch.Tensor.__torch_function__.__func__
+    kinds = (type(one) for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor))
+    return next((kind for kind in kinds if getattr(kind.__torch_function__, "__func__", None) is not own), None)
+
+
+def _plain_advice(kind: type) -> str:
+    return (
+        f"{kind.__name__} has a __torch_function__ that one graph cannot hold. Give the model plain tensors, "
+        f"x.as_subclass(torch.Tensor), or {_IN_PLACE}."
+    )
 
 
 def _innermost(error: Any, model: nn.Module) -> str:
