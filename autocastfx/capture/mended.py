@@ -173,12 +173,14 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
+    - What a tensor's ``__torch_function__`` computes with such tensors is of their class, and goes through it again;
+      torch 2.13 switches it off inside of it, and the rest of the graph would do without.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstantVariable, user_defined
+    from torch._dynamo.variables import ConstantVariable, torch_function, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -227,7 +229,14 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     def read_attribute(self: Any, tx: Any, name: str) -> Any:
         return self.method_attr_data(tx) if name == "data" else read(self, tx, name)
 
+    dispatch: Any = torch_function.call_torch_function
+
+    @wraps(dispatch)
+    def call_torch_function(*args: Any, is_subclass_dispatch: bool = False, **kwargs: Any) -> Any:
+        return dispatch(*args, **kwargs)
+
     return [
+        (torch_function, "call_torch_function", call_torch_function),
         (TensorVariable, "var_getattr", read_attribute),
         (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),

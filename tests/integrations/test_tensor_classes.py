@@ -109,14 +109,26 @@ def test_what_a_program_has_put_in_place_of_as_subclass_is_not_captured(monkeypa
     assert 0 < relative_error(own(found, Tensor).detach(), exact) < 4 * torch.finfo(LOW).eps
 
 
-class Labelled(Tensor):
-    """Carries a label through functions, in a way that Dynamo follows."""
+class Doubled(Tensor):
+    """Twice what ``relu`` gives."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.relu else found
+
+
+class Named(Tensor):
+    """Gives its name on to the result, and says it there."""
 
     label: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, Named) and args and hasattr(args[0], "label"):
+            found.label = args[0].label
+        return found
 
 
 class Tracked(Tensor):
@@ -126,7 +138,7 @@ class Tracked(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(found, Tracked):
-            found.__dict__.update(args[0].__dict__)
+            vars(found).update(vars(args[0]))
         return found
 
 
@@ -139,7 +151,7 @@ class Adds(nn.Module):
         return torch.relu(self.linear(torch.relu(x)))
 
 
-@pytest.mark.parametrize("kind", [Labelled])
+@pytest.mark.parametrize("kind", [Image, Doubled])
 def test_a_class_whose_function_dynamo_follows_is_converted(kind: Any) -> None:
     torch.manual_seed(0)
     model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
@@ -151,6 +163,34 @@ def test_a_class_whose_function_dynamo_follows_is_converted(kind: Any) -> None:
     other = amp_model(x.as_subclass(Tensor))
     assert type(other) is Tensor
     assert 0 < relative_error(other.detach(), model(x.as_subclass(Tensor)).detach()) < 8e-3
+
+
+@pytest.mark.parametrize("kind", [Image, Doubled])
+def test_such_a_class_is_that_of_what_an_enabled_model_gives(kind: Any, recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
+    exact = model(x)
+    autocastfx.enable(model, dtype=LOW)
+    found = model(x)
+    assert type(found) is kind
+    assert 0 < relative_error(found.as_subclass(Tensor).detach(), exact.as_subclass(Tensor).detach()) < 8e-3
+    assert not [one for one in recwarn if one.category is UncapturedGraphWarning]
+
+
+def test_attributes_that_a_class_gives_on_are_those_of_each_call() -> None:
+    model = Adds()
+    amp_model = autocastfx.convert(model, (_named("first"),), dtype=LOW)
+    for label in ("first", "second"):
+        x = _named(label)
+        found, exact = amp_model(x), model(x)
+        assert (type(found), found.label) == (type(exact), exact.label) == (Named, label)
+        assert 0 < relative_error(found.as_subclass(Tensor).detach(), exact.as_subclass(Tensor).detach()) < 8e-3
+
+
+def _named(label: str) -> Named:
+    made = torch.randn(4, 16).as_subclass(Named)
+    made.label = label
+    return made
 
 
 def test_a_class_whose_function_dynamo_cannot_follow_is_refused_by_name() -> None:
