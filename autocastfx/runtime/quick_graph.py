@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,11 +21,6 @@ from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
 from autocastfx.training.loss_scale import HostCopy, is_capturing
 
-if TYPE_CHECKING:
-    pass
-
-# Rewrite a graph for eager calls, with little Python overhead around its operators.
-#
 # Calling an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``,
 # and calling an operator written in Python some ten. Each attribute in ``self.encoder.layers.weight`` costs a Python
 # call of ``nn.Module``. On a GPU the kernels often take less time than that. The quick graph therefore calls torch's

@@ -57,6 +57,14 @@ def converted(net: nn.Module, **options: Any) -> Any:
     return autocastfx.convert(net, (X,), check=False, **{"dtype": LOW, **options})
 
 
+def gradients(module: Any) -> dict[str, list[float]]:
+    """Return the gradients of a sum of squares, by the names of parameters."""
+    module.zero_grad()
+    module(X).square().sum().backward()
+    names = {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
+    return {name: grad.flatten().tolist() for name, grad in names.items() if grad is not None}
+
+
 def test_is_a_plain_graph_module() -> None:
     """It computes the same, with the model's own parameters."""
     net = Net()
@@ -69,6 +77,55 @@ def test_is_a_plain_graph_module() -> None:
     assert frozen.fc1.weight is net.fc1.weight
     frozen(X).sum().backward()
     assert net.fc1.weight.grad is not None
+
+
+class Halved(nn.Module):
+    """Half of a weight, as a parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def _parametrize(frozen: Any) -> dict[str, Tensor]:
+    nn.utils.parametrize.register_parametrization(frozen.fc2, "weight", Halved())
+    return {"fc2.weight": frozen.fc2.weight}
+
+
+def _load(frozen: Any) -> dict[str, Tensor]:
+    frozen.fc2.load_state_dict({"weight": torch.ones(4, 16), "bias": torch.ones(4)}, assign=True)
+    return {"fc2.weight": torch.ones(4, 16), "fc2.bias": torch.ones(4)}
+
+
+def _replace_tables(frozen: Any) -> dict[str, Tensor]:
+    frozen.fc2._parameters["bias"] = nn.Parameter(torch.ones(4))
+    frozen._buffers["scale"] = torch.zeros(4)
+    return {"fc2.bias": torch.ones(4), "scale": torch.zeros(4)}
+
+
+def _hold_plain_tensor(frozen: Any) -> dict[str, Tensor]:
+    del frozen.fc2.bias
+    frozen.fc2.bias = torch.ones(4)
+    return {"fc2.bias": torch.ones(4)}
+
+
+@pytest.mark.parametrize("change", [_parametrize, _load, _replace_tables, _hold_plain_tensor])
+@pytest.mark.parametrize("of", [nn.Module.train, copy.deepcopy, fx.symbolic_trace])
+def test_reads_what_its_modules_hold_now(change: Callable[[Any], dict[str, Tensor]], of: Callable[[Any], Any]) -> None:
+    """Code reads weights in tables of modules; what is replaced, or is in no table any more, is read as well."""
+    frozen = of(converted(Net(), dtype=LOW).freeze(X))
+    with torch.no_grad():
+        now = change(frozen)
+        net = Net()
+        net.load_state_dict(frozen.state_dict(), strict=False)
+        expected = torch.func.functional_call(converted(net).freeze(X), now, (X,))
+        assert torch.equal(frozen(X), expected)
+
+
+def test_reads_weights_in_tables() -> None:
+    """Each read through ``nn.Module`` takes ten times as long."""
+    code = converted(Net()).freeze(X).code
+    assert code.count("_parameters[") == 6
+    assert code.count("_buffers[") == 1
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -131,10 +188,20 @@ def test_pickled(options: dict[str, Any]) -> None:
     amp = converted(Net(), **options)
     frozen = pickle.loads(pickle.dumps(amp.freeze(X)))
     assert torch.equal(frozen(X), amp(X))
+    assert gradients(frozen) == gradients(amp)
     with pytest.raises(VariantError):
         frozen(X.double())
     with pytest.raises(VariantError):
         frozen.eval()(X)
+
+
+@pytest.mark.parametrize(
+    "of", [fx.symbolic_trace, copy.deepcopy, lambda frozen: torch.compile(frozen, backend="eager")]
+)
+def test_what_is_made_of_it_trains(of: Callable[[Any], Any]) -> None:
+    """Gradients reach all weights of a trace, a copy and what Dynamo compiles."""
+    amp = converted(Net())
+    assert gradients(of(amp.freeze(X))) == gradients(amp)
 
 
 def test_loads_without_the_class(tmp_path: Path) -> None:
