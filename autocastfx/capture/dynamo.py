@@ -26,6 +26,7 @@ from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
 from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
 from autocastfx.capture.mended import (
     asking_mends,
+    class_mends,
     guarding_mends,
     knowing_mends,
     messages_after_graph,
@@ -132,6 +133,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - Casts are noted as the code writes them, and whether it asks for gradients.
     - Methods of the model's classes are guarded, and tuples without a length (:func:`guarding_mends`).
     - Code branches on small tensors of numbers and sizes (:func:`knowing_mends`).
+    - Classes of tensors give their attributes on (:func:`class_mends`).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable
@@ -146,6 +148,7 @@ def mends() -> list[tuple[Any, str, Any]]:
         *asking_mends(),
         *guarding_mends(),
         *knowing_mends(),
+        *class_mends(),
     ]
 
 

@@ -173,14 +173,12 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
-    - What a tensor's ``__torch_function__`` computes with such tensors is of their class, and goes through it again;
-      torch 2.13 switches it off inside of it, and the rest of the graph would do without.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstantVariable, torch_function, user_defined
+    from torch._dynamo.variables import ConstantVariable, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -229,19 +227,84 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     def read_attribute(self: Any, tx: Any, name: str) -> Any:
         return self.method_attr_data(tx) if name == "data" else read(self, tx, name)
 
+    return [
+        (TensorVariable, "var_getattr", read_attribute),
+        (user_defined, "is_standard_setattr", is_standard_setattr),
+        (UserDefinedObjectVariable, "as_proxy", proxy_of),
+        (RandomVariable, "call_method", call_method),
+        (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
+    ]
+
+
+# Tensors of a class with a ``__torch_function__``.
+
+
+def class_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - What such a function computes with such tensors is of their class, and goes through it again; torch 2.13 switches
+      it off inside of it, and the rest of the graph would do without.
+    - It may read and update ``x.__dict__``, as MONAI's MetaTensor does to give its attributes on. Guards watch which
+      attributes there are, besides their values. torch 2.11 breaks the graph.
+    - An attribute that is set is in ``x.__dict__``, or set by the property of this name.
+    """
+    from torch._dynamo import side_effects
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import VariableTracker, dicts, torch_function
+    from torch._dynamo.variables.misc import DeletedVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
     dispatch: Any = torch_function.call_torch_function
 
     @wraps(dispatch)
     def call_torch_function(*args: Any, is_subclass_dispatch: bool = False, **kwargs: Any) -> Any:
         return dispatch(*args, **kwargs)
 
+    dispatching = (torch_function, "call_torch_function", call_torch_function)
+    kinds: Any = getattr(side_effects, "AttrMutationKind", None)
+    if kinds is None:
+        return [dispatching]
+    kind: Any = torch_function.TensorWithTFOverrideVariable
+    read, store = kind.var_getattr, cast("Any", side_effects.SideEffects.store_attr)
+    table: Any = dicts.SideEffectsProxyDict.get_example_value_dict
+
+    @wraps(read)
+    def read_attribute(self: Any, tx: Any, name: str) -> Any:
+        if name != "__dict__":
+            return read(self, tx, name)
+        if self.source is not None:
+            install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+        return dicts.DunderDictVariable.create(tx, self)
+
+    @wraps(table)
+    def table_of(variable: Any) -> dict[str, object]:
+        if not isinstance(variable, TensorVariable):
+            return table(variable)
+        if variable.source is None:  # one that the graph makes
+            return {}
+        output = cast("Any", InstructionTranslator.current_tx()).output
+        return dict(output.resolve_source_value(variable.source).__dict__)
+
+    @wraps(store)
+    def store_attribute(self: Any, item: Any, name: str, value: Any, *of_kind: Any) -> None:
+        if of_kind or not isinstance(item, kind):
+            store(self, item, name, value, *of_kind)
+            return
+        own = inspect.getattr_static(item.class_type, name, None)
+        if isinstance(own, property) and own.fset is not None and not isinstance(value, DeletedVariable):
+            tx: Any = InstructionTranslator.current_tx()
+            source = AttrSource(AttrSource(GlobalSource(item.global_mangled_class_name(tx)), name), "fset")
+            VariableTracker.build(tx, own.fset, source=source).call_function(tx, [item, value], {})
+        else:
+            store(self, item, name, value, *([] if hasattr(type(own), "__set__") else [kinds.INSTANCE_DICT]))
+
     return [
-        (torch_function, "call_torch_function", call_torch_function),
-        (TensorVariable, "var_getattr", read_attribute),
-        (user_defined, "is_standard_setattr", is_standard_setattr),
-        (UserDefinedObjectVariable, "as_proxy", proxy_of),
-        (RandomVariable, "call_method", call_method),
-        (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
+        dispatching,
+        (kind, "var_getattr", read_attribute),
+        (side_effects.SideEffects, "store_attr", store_attribute),
+        (dicts.SideEffectsProxyDict, "get_example_value_dict", staticmethod(table_of)),
     ]
 
 

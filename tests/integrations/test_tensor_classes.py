@@ -132,13 +132,13 @@ class Named(Tensor):
 
 
 class Tracked(Tensor):
-    """Copies all its attributes to each result, as MONAI's MetaTensor does, which Dynamo cannot follow."""
+    """Gives all its attributes on in a way that Dynamo cannot follow."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(found, Tracked):
-            vars(found).update(vars(args[0]))
+            found.__dict__ = dict(args[0].__dict__)
         return found
 
 
