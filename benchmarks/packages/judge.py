@@ -104,7 +104,7 @@ def _check(case: Case, dtype: torch.dtype) -> tuple[Distance | None, str, str]:
         return nearest, "", ""
     if not found.differences and all(one.autocast is None for one in found.inexact):
         return nearest, "warned", _short(str(found))
-    is_torchs = all(one.autocast == math.inf for one in found.inexact) and bool(found.inexact)
+    is_torchs = any(one.autocast == math.inf for one in found.inexact)
     if is_torchs and dtype is torch.bfloat16 and not found.differences:
         return nearest, "foreign", _short(f"{_KERNEL}: {found}")
     return nearest, "silent", _short(str(found))
