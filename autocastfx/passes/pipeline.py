@@ -14,6 +14,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin, stand_for
 from autocastfx.graph.walk import converted_inside, values_given
+from autocastfx.passes.align import Align
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.place_cheaply import CAST
@@ -48,7 +49,7 @@ from autocastfx.runtime.working_copies import quantized_copy, working_copy
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOut, RecomputeAttention, MergeRepeated, DropLossCasts),
     *(Classify, Placer),
-    *(InsertCasts, UseFloat8, StoreWeights, Verify),
+    *(InsertCasts, UseFloat8, StoreWeights, Align, Verify),
 )
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[type[Pass], ...] = (
@@ -197,6 +198,8 @@ def _converted(
     effects: Mapping[fx.Node, Signature] = {}
     for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if settings.is_low_model else PIPELINE:
         if step is UseFloat8 and not settings.op_list.float8:
+            continue
+        if step is Align and settings.device not in settings.facts.fast_multiples:
             continue
         before, state = state.placements, step(settings)(state)
         if state.placements is not before:  # later steps put casts between a node and what it reads

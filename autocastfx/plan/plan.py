@@ -390,6 +390,9 @@ class PlannedSaved:
         return f"{what}{how}, {self.kept:,} instead of {self.bytes:,} bytes: {self.because}"
 
 
+ALIGNED_PRODUCT = "aligned_product"  # a product whose sizes no fast kernel of the device takes, padded
+
+
 @dataclass(frozen=True)
 class Recomposed:
     """A node that stands for captured ones, or does what they did: by which pattern, and their names."""

@@ -49,6 +49,7 @@ class KernelFacts:
         expands_range: ops with results beyond the range of their finite inputs.
         switches: ops of straight pieces, whose gradient jumps between them.
         same_operands: by op, the op that it equals when its two operands are the same.
+        fast_multiples: by device type, what divides the sizes of products for which it has its fast kernels.
         triton_faster: by device type, our operators whose Triton kernels are measured faster there.
         whole_numbers: by op that can give whole numbers, the kind of whole number.
         holds_masks: ops whose results may hold numbers that mask beside others.
@@ -75,6 +76,7 @@ class KernelFacts:
     same_operands: Mapping[str, str]
     whole_numbers: Mapping[str, str]
     triton_faster: Mapping[str, frozenset[str]]
+    fast_multiples: Mapping[str, int]
     switches: frozenset[str]
     rounds_numbers: Mapping[str, frozenset[str]]
     recomputes: frozenset[str]
@@ -147,6 +149,10 @@ def _pairs(tree: Tree) -> dict[str, str]:
     return {op.op_name(): other.op_name() for op, other in tree.items()}
 
 
+def _numbers(tree: Tree) -> dict[str, int]:
+    return {device.text: number.as_integer() for device, number in tree.items()}
+
+
 def _ops(tree: Tree) -> frozenset[str]:
     return frozenset(entry.op_name() for entry in tree.as_strings())
 
@@ -156,6 +162,7 @@ _TABLES: Mapping[str, Callable[[Tree], Any]] = {
     **dict.fromkeys(("no_kernel", "adds_in_16_bits"), _by_device),
     "folds": _by_level,
     "same_operands": _pairs,
+    "fast_multiples": _numbers,
     **dict.fromkeys(("whole_numbers", "reduces", "contributions", "bears_rounding"), _kinds),
     **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
 }

@@ -18,6 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from autocastfx.errors import ArgumentError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import example, is_float32, tensors
+from autocastfx.plan.plan import ALIGNED_PRODUCT
 from autocastfx.runtime.operators.norms import rms_norm
 from autocastfx.runtime.operators.quick_gelu import SLOPE, quick_gelu
 
@@ -403,6 +404,8 @@ LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a 
 REPEATED = "repeated"  # what is computed again from the same values
 MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
 SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
+DENSE_MASK = "dense_mask"  # a mask of strides that no fused attention of CUDA takes, laid out anew
+_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, ALIGNED_PRODUCT, DENSE_MASK)
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
@@ -411,7 +414,7 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
-    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION)
+    known = (*(pattern.name for pattern in PATTERNS), *_OTHERS)
     if isinstance(recompose, bool):
         on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
         return tuple(name for name in known if recompose and name not in on_demand)

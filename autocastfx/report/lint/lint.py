@@ -12,7 +12,7 @@ from autocastfx.graph.cell import aligned
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
 from autocastfx.graph.walk import Located, walk
-from autocastfx.plan.plan import NoFloat8, Plan, Precision
+from autocastfx.plan.plan import ALIGNED_PRODUCT, NoFloat8, Plan, Precision
 from autocastfx.policy.float8 import MULTIPLE
 from autocastfx.report.dump import view_of
 from autocastfx.report.lint.odd_size import OddSize, odd_sizes
@@ -73,6 +73,7 @@ class Lint:
         ops: the converted graph's ops that move bytes, in graph order.
         before: the least time of the captured graph, in float32.
         after: the least time of the converted graph, casts included.
+        padded: products of odd sizes that the conversion has padded; no odd size is told of them.
         out_of_float8: for each product that a size keeps out of float8 its node, the size's name and the size.
     """
 
@@ -85,6 +86,7 @@ class Lint:
     ops: tuple[OpEstimate, ...]
     before: Total
     after: Total
+    padded: tuple[str, ...] = ()
     out_of_float8: tuple[tuple[str, str, int], ...] = ()
 
     @property
@@ -161,6 +163,8 @@ class Lint:
                 yield f"and {len(rows) - _MOST_SIZES} more"
             said = "input: calls, whose sizes differed; activation: the call, or computed"
             yield f"given by: a weight, which is the model's choice; {said}"
+        if self.padded:
+            yield f"of odd sizes, and padded when they were converted: {listed(self.padded, _MOST)}"
         if self.out_of_float8:
             padded = (
                 f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
@@ -282,12 +286,14 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     after = [(one, work_of(one.node)) for one in computed]
     products = {name: work.flops for name, work in before.items() if work.flops}
     low = {name: flops for name, flops in products.items() if name in _low(plan)}
+    padded = tuple(one.node for one in plan.recomposed if one.pattern == ALIGNED_PRODUCT)
     return Lint(
         gpu=rates,
         low=plan.low,
         device=plan.device,
         variant=view_of(amp_model).variant,
-        odd_sizes=tuple(odd_sizes(located, low, amp_model._held())),
+        odd_sizes=tuple(o for o in odd_sizes(located, low, amp_model._held()) if o.node not in padded),
+        padded=padded,
         float32_products=tuple(name for name in products if name not in low),
         ops=_estimates(after, plan, rates),
         before=total(before.values(), rates),

@@ -94,7 +94,7 @@ def test_a_formula_is_found_and_found_once(pattern: Pattern, formula: Callable[.
 def test_true_is_all_but_attention_and_false_is_none() -> None:
     assert chosen(NAMES) == chosen(NAMES[::-1]) == NAMES
     wanted = ("tanh_gelu", "erf_gelu", "quick_gelu", "silu", "rms_norm", "layer_norm", "softmax")
-    wanted += ("repeated", "loss_cast", "math_attention", "short_attention")
+    wanted += ("repeated", "loss_cast", "math_attention", "short_attention", "aligned_product", "dense_mask")
     assert chosen(True) == wanted
     assert {*NAMES} - {*wanted} == {"attention", "masked_attention"}
     assert chosen(False) == chosen(()) == ()

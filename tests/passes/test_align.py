@@ -1,0 +1,173 @@
+"""Products of odd sizes are padded for CUDA's kernels, and masks laid out anew; both change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx.errors import ArgumentError
+
+LOW = torch.bfloat16
+ROWS, WIDTH, ODD = 256, 1024, 4099  # just large enough to be padded
+
+
+def converted(model: nn.Module, *inputs: Any, device: str = "cuda", **options: Any) -> Any:
+    """Return the model as it is converted for a CUDA device, on which it does not run here."""
+    given = {"dtype": LOW, "device": device, "check": False, "keep_output_dtype": False, **options}
+    return autocastfx.convert(model, inputs, **given)
+
+
+class Product(nn.Module):
+    """A product written in some way, and what reads it."""
+
+    def __init__(
+        self,
+        multiply: Callable[[Tensor, Tensor, Tensor], Tensor],
+        shape: tuple[int, int],
+        read: Callable[[Tensor], Any],
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(shape) / 32)
+        self.bias = nn.Parameter(torch.randn(ODD))
+        self.multiply, self.read = multiply, read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(self.multiply(x, self.weight, self.bias))
+
+
+def _loss(scores: Tensor) -> Tensor:
+    return F.cross_entropy(scores.view(-1, ODD), torch.arange(ROWS) % ODD)
+
+
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, int], tuple[int, ...]]] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b), (ODD, WIDTH), (2, ROWS // 2, WIDTH)),
+    "linear without bias": (lambda x, w, b: F.linear(x, w), (ODD, WIDTH), (2, ROWS // 2, WIDTH)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (WIDTH, ODD), (ROWS, WIDTH)),
+    "mm": (lambda x, w, b: torch.mm(x, w), (WIDTH, ODD), (ROWS, WIDTH)),
+    "matmul": (lambda x, w, b: x @ w, (WIDTH, ODD), (2, ROWS // 2, WIDTH)),
+    "inner size": (lambda x, w, b: x @ w, (ODD, WIDTH), (2, ROWS // 2, ODD)),
+    "both sizes": (lambda x, w, b: F.linear(x, w), (ODD, 1027), (2, ROWS // 2, 1027)),
+}
+
+
+def results(amp: Any, x: Tensor) -> list[Tensor]:
+    """Return the output and all gradients."""
+    x = x.clone().requires_grad_()
+    amp.zero_grad()
+    made = amp(x)
+    made.float().square().sum().backward()
+    return [made, x.grad, *(p.grad for p in amp.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_padded_product_gives_the_same(name: str, weights: str) -> None:
+    """The output and all gradients are those of the product that is not padded."""
+    multiply, shape, size = PRODUCTS[name]
+    read = nn.Identity() if "inner" in name else (lambda y: y if y.shape[-1] != ODD else y.softmax(-1))
+    model, x = Product(multiply, shape, read), torch.randn(size, generator=torch.Generator().manual_seed(1))
+    padded = converted(model, x, weights=weights)
+    plain = converted(model, x, weights=weights, recompose=False)
+    assert [one.pattern for one in padded.plan.recomposed] == ["aligned_product"]
+    assert not plain.plan.recomposed
+    for ours, other in zip(results(padded, x), results(plain, x), strict=True):
+        assert torch.equal(ours, other)
+        assert ours.dtype == other.dtype
+
+
+def test_the_loss_over_a_vocabulary_is_the_same() -> None:
+    model = Product(PRODUCTS["linear"][0], (ODD, WIDTH), _loss)
+    x = torch.randn(2, ROWS // 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    padded, plain = converted(model, x), converted(model, x, recompose=["loss_cast"])
+    assert "aligned_product" in {one.pattern for one in padded.plan.recomposed}
+    assert all(torch.equal(*pair) for pair in zip(results(padded, x), results(plain, x), strict=True))
+    assert "recomposed: aligned_product" in autocastfx.explain(padded, "linear")
+
+
+def _written(y: Tensor) -> Tensor:
+    y[:, 0] = 1.0
+    return y.softmax(-1)
+
+
+UNPADDED: dict[str, tuple[Product, tuple[int, ...], dict[str, Any]]] = {
+    "small": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), nn.Identity()), (128, WIDTH), {}),
+    "aligned": (Product(PRODUCTS["mm"][0], (WIDTH, 4104), nn.Identity()), (ROWS, WIDTH), {}),
+    "for a CPU": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), nn.Identity()), (ROWS, WIDTH), {"device": "cpu"}),
+    "not asked for": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), nn.Identity()), (ROWS, WIDTH), {"recompose": ["silu"]}),
+    "viewed otherwise": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y.view(-1)), (ROWS, WIDTH), {}),
+    "viewed behind a view": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y[1:].view(-1)), (ROWS, WIDTH), {}),
+    "viewed behind a split": (
+        *(Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y.split(8)[1].view(-1)), (ROWS, WIDTH)),
+        {},
+    ),
+    "strided": (
+        *(Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y.as_strided((4, 2), (2, 1))), (ROWS, WIDTH)),
+        {},
+    ),
+    "written into": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), _written), (ROWS, WIDTH), {}),
+}
+
+
+@pytest.mark.parametrize("name", UNPADDED)
+def test_stays_as_it_is(name: str) -> None:
+    """What is small, aligned, not asked for, or read by its strides is not padded, and gives what it gave."""
+    model, size, options = UNPADDED[name]
+    x = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    amp = converted(model, x, **options)
+    assert "aligned_product" not in {one.pattern for one in amp.plan.recomposed}
+    assert torch.equal(amp(x), converted(model, x, recompose=False)(x))
+
+
+class Attention(nn.Module):
+    """Attention under a bias that is made for all heads at once, as T5 makes it."""
+
+    def __init__(self, heads: int = 2, length: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Embedding(length * length, heads)
+        self.length = length
+
+    def forward(self, q: Tensor) -> Tensor:
+        pairs = torch.arange(self.length**2).view(self.length, self.length)
+        bias = self.bias(pairs).permute(2, 0, 1)[None].expand(q.shape[0], -1, -1, -1)
+        once = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+        return F.scaled_dot_product_attention(once, q, q, attn_mask=bias)
+
+
+def test_a_mask_is_laid_out_once() -> None:
+    """Attention reads a mask whose last stride is 1; a dimension that repeats takes no memory."""
+    model, q = Attention(), torch.randn(3, 2, 8, 16, generator=torch.Generator().manual_seed(1))
+    amp, plain = converted(model, q), converted(model, q, recompose=False)
+    assert [one.pattern for one in amp.plan.recomposed] == ["dense_mask", "dense_mask"]
+    masks = [node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"] for node in _attention(amp)]
+    assert len(set(masks)) == 1
+    assert masks[0].meta["val"].stride(-1) == 1
+    assert masks[0].meta["val"].stride(0) == 0
+    for ours, other in zip(results(amp, q), results(plain, q), strict=True):
+        assert torch.equal(ours, other)
+
+
+def _attention(amp: Any) -> list[Any]:
+    return [node for node in amp.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+
+
+def test_a_mask_that_fits_stays() -> None:
+    class Masked(nn.Module):
+        def forward(self, q: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q, mask = torch.randn(3, 2, 8, 16), torch.zeros(3, 1, 8, 8)
+    assert not converted(Masked(), q, mask).plan.recomposed
+    assert converted(Masked(), q, mask.mT).plan.recomposed
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="aligned_product, dense_mask"):
+        converted(nn.Linear(2, 2), torch.ones(2, 2), recompose=["aligned"])
