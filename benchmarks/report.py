@@ -453,7 +453,8 @@ def _where(held: dict[str, Any]) -> str:
     """Describe the machine and versions of the measurement, as far as the file says."""
     named = {"torch": "torch", "networkx": "networkx", "transformers": "transformers", "python": "Python"}
     said = [f"{name} {held[key]}" for key, name in named.items() if key in held]
-    return f"{held['device']}; {', '.join(said)}; measured {held['date']} at commit {held['commit']}."
+    besides = f", {held['besides']}" if "besides" in held else ""  # rows of another commit
+    return f"{held['device']}; {', '.join(said)}; measured {held['date']} at commit {held['commit']}{besides}."
 
 
 def described(name: str) -> str:

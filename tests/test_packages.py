@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import autocastfx
+from autocastfx.numerics.check import Check, CheckedValue
+from autocastfx.runtime.behaviour import Difference
 from benchmarks.packages import __main__ as command
 from benchmarks.packages import judge
 from benchmarks.packages.case import Case, Given
@@ -74,10 +79,8 @@ def test_a_model_that_is_right(way: str, dtype: torch.dtype) -> None:
     case = _case(checkpointed=lambda: Net(checkpoints=True), train=_train)
     assert judge.ways_of(case) == judge.WAYS
     row = _row(case, way, dtype)
-    is_refused = way == "checkpointed convert"
-    assert (row.verdict, row.dtype) == ("refused" if is_refused else "ok", str(dtype)[6:]), row.reason
-    assert ("activation checkpointing" in row.reason) == is_refused
-    assert is_refused or 0 < row.ours < 2 * row.autocast + 2 * torch.finfo(dtype).eps
+    assert (row.verdict, row.dtype) == ("ok", str(dtype)[6:]), row.reason
+    assert 0 < row.ours < 2 * row.autocast + 2 * torch.finfo(dtype).eps
 
 
 def test_what_is_told_is_told() -> None:
@@ -149,6 +152,39 @@ def test_a_gradient_of_one_number_is_judged_by_all_draws() -> None:
     )
     assert judge._each([unlucky, *[judge._Sides(off, off, ones)] * 4], torch.bfloat16).reason == ""
     assert judge._each([unlucky] * 5, torch.bfloat16).reason
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float16])
+def test_what_torchs_own_kernel_gets_wrong_is_foreign(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = judge._by_hand
+
+    def broken(case: Case, model: nn.Module, low: torch.dtype | None, called: Any = None, **more: Any) -> judge._Ran:
+        found = by_hand(case, model, low, called, **more)
+        if "within" in more:
+            found.gradients["0.last.bias"] = found.gradients["0.last.bias"] * float("inf")
+        return found
+
+    monkeypatch.setattr(judge, "_by_hand", broken)
+    assert _row(_case(), "convert", dtype).verdict == "ok"
+    _changing(monkeypatch, "0.last.bias", lambda g: g * 3)
+    row = _row(_case(), "convert", dtype)
+    assert row.verdict == ("foreign" if dtype is LOW else "silent")
+    assert row.reason.startswith("torch's own kernel fails in bfloat16: torch.autocast gives Inf or NaN") == (
+        dtype is LOW
+    )
+    assert row.reason.endswith("; torch.autocast gives Inf or NaN")
+
+
+def test_a_check_tells_of_torchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = CheckedValue("all gradients", math.inf, math.inf)
+    for value, differences, verdict in (
+        (wrong, (), "foreign"),
+        (replace(wrong, autocast=0.1), (), "silent"),
+        (wrong, (Difference("output", "differs", "a call"),), "silent"),
+    ):
+        found = Check("Net", "bfloat16", differences, ("a call",), (), (value,))
+        monkeypatch.setattr(autocastfx, "check", lambda *_, _found=found, **__: _found)
+        assert _row(_case(), "check").verdict == verdict
 
 
 def test_a_missing_gradient_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

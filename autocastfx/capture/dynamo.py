@@ -19,11 +19,20 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
 from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
-from autocastfx.capture.mended import asking_mends, guarding_mends, messages_after_graph, object_mends, storing_mends
+from autocastfx.capture.mended import (
+    asking_mends,
+    class_mends,
+    guarding_mends,
+    knowing_mends,
+    messages_after_graph,
+    object_mends,
+    storing_mends,
+)
 from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.node import place
@@ -123,6 +132,8 @@ def mends() -> list[tuple[Any, str, Any]]:
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them, and whether it asks for gradients.
     - Methods of the model's classes are guarded, and tuples without a length (:func:`guarding_mends`).
+    - Code branches on small tensors of numbers and sizes (:func:`knowing_mends`).
+    - Classes of tensors give their attributes on (:func:`class_mends`).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.variables.misc import LoggingLoggerVariable
@@ -136,6 +147,8 @@ def mends() -> list[tuple[Any, str, Any]]:
         *mends_that_note(),
         *asking_mends(),
         *guarding_mends(),
+        *knowing_mends(),
+        *class_mends(),
     ]
 
 
@@ -331,7 +344,7 @@ def plain_error(
         advice = f"This is a fault of autocastfx: please report it. Until it is mended, {_IN_PLACE}."
     else:
         first = f"{name} cannot be captured in {mode} mode, in one graph: {_reason(said)}"
-        advice = _advice(said)
+        advice = _advice(said) if (kind := _class_that_fails(error, args, kwargs)) is None else _plain_advice(kind)
     at = ", ".join(filter(None, (_innermost(error, model), _called(model, args, kwargs))))
     raised = CaptureError("\n".join(filter(None, (first, f"{at[:1].upper()}{at[1:]}", advice))))
     raised.__context__, raised.__suppress_context__ = error, True
@@ -375,6 +388,24 @@ def _advice(said: str) -> str:
             f"torch.cond or torch's own functions there, convert the submodules apart, or {_IN_PLACE}."
         )
     return f"Write this line so that one graph holds it, convert the submodules apart, or {_IN_PLACE}."
+
+
+def _class_that_fails(error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> type | None:
+    """Return the class of an argument in whose ``__torch_function__`` Dynamo fails; None if it fails elsewhere."""
+    stack: StackSummary | None = getattr(error, "real_stack", None)
+    is_inside = any(one.name == "__torch_function__" for one in stack or ())
+    if not is_inside and "tensor subclass" not in str(error).lower():
+        return None
+    own = torch.Tensor.__torch_function__.__func__
+    kinds = (type(one) for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor))
+    return next((kind for kind in kinds if getattr(kind.__torch_function__, "__func__", None) is not own), None)
+
+
+def _plain_advice(kind: type) -> str:
+    return (
+        f"{kind.__name__} has a __torch_function__ that one graph cannot hold. Give the model plain tensors, "
+        f"x.as_subclass(torch.Tensor), or {_IN_PLACE}."
+    )
 
 
 def _innermost(error: Any, model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import threading
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.nn.modules import transformer
 
 from autocastfx.errors import StateWarning
@@ -245,6 +247,78 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     ]
 
 
+# Tensors of a class with a ``__torch_function__``.
+
+
+def class_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - What such a function computes with such tensors is of their class, and goes through it again; torch 2.13 switches
+      it off inside of it, and the rest of the graph would do without.
+    - It may read and update ``x.__dict__``, as MONAI's MetaTensor does to give its attributes on. Guards watch which
+      attributes there are, besides their values. torch 2.11 breaks the graph.
+    - An attribute that is set is in ``x.__dict__``, or set by the property of this name.
+    """
+    from torch._dynamo import side_effects
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import VariableTracker, dicts, torch_function
+    from torch._dynamo.variables.misc import DeletedVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    dispatch: Any = torch_function.call_torch_function
+
+    @wraps(dispatch)
+    def call_torch_function(*args: Any, is_subclass_dispatch: bool = False, **kwargs: Any) -> Any:
+        return dispatch(*args, **kwargs)
+
+    dispatching = (torch_function, "call_torch_function", call_torch_function)
+    kinds: Any = getattr(side_effects, "AttrMutationKind", None)
+    if kinds is None:
+        return [dispatching]
+    kind: Any = torch_function.TensorWithTFOverrideVariable
+    read, store = kind.var_getattr, cast("Any", side_effects.SideEffects.store_attr)
+    table: Any = dicts.SideEffectsProxyDict.get_example_value_dict
+
+    @wraps(read)
+    def read_attribute(self: Any, tx: Any, name: str) -> Any:
+        if name != "__dict__":
+            return read(self, tx, name)
+        if self.source is not None:
+            install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+        return dicts.DunderDictVariable.create(tx, self)
+
+    @wraps(table)
+    def table_of(variable: Any) -> dict[str, object]:
+        if not isinstance(variable, TensorVariable):
+            return table(variable)
+        if variable.source is None:  # one that the graph makes
+            return {}
+        output = cast("Any", InstructionTranslator.current_tx()).output
+        return dict(output.resolve_source_value(variable.source).__dict__)
+
+    @wraps(store)
+    def store_attribute(self: Any, item: Any, name: str, value: Any, *of_kind: Any) -> None:
+        if of_kind or not isinstance(item, kind):
+            store(self, item, name, value, *of_kind)
+            return
+        own = inspect.getattr_static(item.class_type, name, None)
+        if isinstance(own, property) and own.fset is not None and not isinstance(value, DeletedVariable):
+            tx: Any = InstructionTranslator.current_tx()
+            source = AttrSource(AttrSource(GlobalSource(item.global_mangled_class_name(tx)), name), "fset")
+            VariableTracker.build(tx, own.fset, source=source).call_function(tx, [item, value], {})
+        else:
+            store(self, item, name, value, *([] if hasattr(type(own), "__set__") else [kinds.INSTANCE_DICT]))
+
+    return [
+        dispatching,
+        (kind, "var_getattr", read_attribute),
+        (side_effects.SideEffects, "store_attr", store_attribute),
+        (dicts.SideEffectsProxyDict, "get_example_value_dict", staticmethod(table_of)),
+    ]
+
+
 # Which results of a graph of Dynamo's are the next contents of the model's state: forward assigns them anew.
 
 
@@ -302,6 +376,64 @@ def _name_of(source: Any) -> str:
         return "" if source is None else source.name
     except NotImplementedError:
         return ""
+
+
+# Values of small tensors and arrays that are made of numbers and sizes alone: Dynamo knows those of one element.
+
+
+_SMALL = 64  # elements
+
+
+def knowing_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - Such a tensor is computed while the graph is captured, and what the code asks of it is known: as ``any`` of
+      ``np.array(x.shape) % 32``. Sizes in it are those of the call, as guards then say.
+    - A branch on a known value, or ``not``, is that on a number; for torch's Dynamo it depends on data.
+    - Its item is a number, also of an array.
+    """
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+    method: Any = NumpyNdarrayVariable.call_method
+
+    @wraps(method)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        known = _known(self) if name == "item" and not args and not kwargs else None
+        return method(self, tx, name, args, kwargs) if known is None else ConstantVariable.create(known.item())
+
+    def on_known(step: Any) -> Any:
+        @wraps(step)
+        def run(self: Any, instruction: Any) -> None:
+            if (known := _known(self.stack[-1])) is not None:
+                self.stack[-1] = ConstantVariable.create(bool(known))
+            step(self, instruction)
+
+        return run
+
+    def table_of(translator: Any) -> list[Any]:
+        table, jumps = list[Any](translator.dispatch_table), symbolic_convert.generic_jump.__name__
+        asking = {code for code, one in enumerate(table) if getattr(one, "__qualname__", "").startswith(f"{jumps}.")}
+        return [on_known(one) if code in {*asking, dis.opmap["UNARY_NOT"]} else one for code, one in enumerate(table)]
+
+    kind = type(symbolic_convert.InstructionTranslatorBase)
+    translators = [one for one in vars(symbolic_convert).values() if isinstance(one, kind)]
+    return [
+        (fake_tensor, "CONSTANT_NUMEL_LIMIT", _SMALL),
+        (NumpyNdarrayVariable, "call_method", call_method),
+        *((one, "dispatch_table", table_of(one)) for one in translators),
+    ]
+
+
+def _known(variable: Any) -> Tensor | None:
+    """Return the one element of a tensor or array that Dynamo knows; None for others."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if not isinstance(variable.realize(), TensorVariable):
+        return None
+    known: Tensor | None = getattr(variable.as_proxy().node.meta.get("example_value"), "constant", None)
+    return known if known is not None and known.numel() == 1 else None
 
 
 # torch's own modules that do in a graph of Dynamo's something else than by themselves.

@@ -39,6 +39,8 @@ _SCALE = 2.0**10  # of a float16 loss, lest small gradients vanish on any side
 _ALL, _EACH = "all gradients", "gradient of"
 _MATTERS = 0.1  # of the error that all gradients may have: what one of them may have whatever it is beside others
 _FAR = 0.3  # a relative distance of a gradient that leads nowhere
+_NOISE = 8 * torch.finfo(torch.float32).eps  # of all gradients: what rounding leaves in float32 of terms that cancel
+_NOISE_TIMES = 10  # torch.autocast's noise that a converted model may have: each rounds other terms
 _MOST = 5  # differences and values that the text names
 
 
@@ -113,9 +115,26 @@ class Check:
         gradients may have, and few numbers may differ by chance: of n, by another 2/√n of it. What is not finite, where
         float32 is, always belongs to them.
         """
+        return tuple(one for one in self._too_far() if not self._is_noise(one))
+
+    @property
+    def noise(self) -> tuple[CheckedValue, ...]:
+        """The gradients that would be inexact, but that are noise in float32, too: terms that cancel, but for rounding.
+
+        In float32 they are less than 8 of its epsilons of all gradients; torch.autocast's lead nowhere either, and the
+        converted model's are at most ten times as far off. As part of all gradients they are judged nevertheless.
+        """
+        return tuple(one for one in self._too_far() if self._is_noise(one))
+
+    def _too_far(self) -> list[CheckedValue]:
         matters = _MATTERS * next((self._allowed(one) for one in self.values if one.name == _ALL), 0.0)
         far = [one for one in self.values if not one.error <= self._allowed(one)]
-        return tuple(sorted((o for o in far if _is_whole(o) or not o.share * o.error <= matters), key=_is_whole))
+        return sorted((o for o in far if _is_whole(o) or not o.share * o.error <= matters), key=_is_whole)
+
+    def _is_noise(self, one: CheckedValue) -> bool:
+        if _is_whole(one) or one.autocast is None or not one.share <= _NOISE:
+            return False
+        return one.autocast >= 1 and one.error <= min(_NOISE_TIMES * one.autocast, sys.float_info.max)
 
     def _allowed(self, one: CheckedValue) -> float:
         eps, of_gradients = torch.finfo(getattr(torch, self.dtype)).eps, one.name.startswith((_ALL, _EACH))
@@ -148,6 +167,9 @@ class Check:
         if self.values:
             yield "  converted, relative distance from float32 (torch.autocast's):"
             yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
+        if self.noise:
+            named = ", ".join(one.name for one in self.noise[:_MOST])
+            yield f"  terms that cancel, and leave rounding in float32 too: {named}"
         if self.float8 is not None:
             times = (
                 f"{self.float8.outputs:.3g} times torch.autocast's of outputs, {self.float8.gradients:.3g} of gradients"

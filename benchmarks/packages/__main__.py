@@ -17,8 +17,9 @@ Verdicts:
 - ``silent``: outputs or gradients, each as one vector, are farther from float32's than 1.2 times torch.autocast's and
   two epsilons, for the median of five draws of the inputs; or the gradient of one parameter, in all steps of these
   draws, is farther than ten times and eight epsilons; or nothing runs in 16 bits without a word; or ``check`` finds a
-  difference. Where torch.autocast fails, it is taken to be two epsilons away.
-- ``foreign``: an error of another program. ``not run``: float32 itself does not run here.
+  difference. Where torch.autocast fails, or gives Inf or NaN, it is taken to be two epsilons away.
+- ``foreign``: an error of another program; or as ``silent``, in bfloat16, where torch.autocast gives Inf or NaN, which
+  only a faulty kernel of torch's does in a range as wide as float32's. ``not run``: float32 itself does not run here.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ _SCALE = 2.0**10  # of a float16 loss, on all sides
 _TIMES, _EPSILONS = 1.2, 2  # allowed: so many times torch.autocast's distance, and so many epsilons
 _EACH_TIMES, _EACH_EPSILONS = 10, 8  # of the gradient of one parameter, which few numbers decide
 _LONG = 300
+# bfloat16 has the range of float32, so it is no overflow where float32 is finite.
+_KERNEL = "torch's own kernel fails in bfloat16: torch.autocast gives Inf or NaN"
 # What a path on this machine begins with.
 _PLACE = re.compile(rf"\S*/site-packages/|{re.escape(str(Path(__file__).resolve().parents[2]))}/")
 
@@ -44,6 +46,11 @@ class _Ran:
 
     outputs: Tensor
     gradients: dict[str, Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are."""
+        return all(bool(value.isfinite().all()) for value in (self.outputs, *self.gradients.values()))
 
 
 class _NoReference(Exception):
@@ -95,8 +102,12 @@ def _check(case: Case, dtype: torch.dtype) -> tuple[Distance | None, str, str]:
     nearest = worst(values, _TIMES, eps) if values else None
     if found.ok:
         return nearest, "", ""
-    is_assumed = not found.differences and all(one.autocast is None for one in found.inexact)
-    return nearest, "warned" if is_assumed else "silent", _short(str(found))
+    if not found.differences and all(one.autocast is None for one in found.inexact):
+        return nearest, "warned", _short(str(found))
+    is_torchs = any(one.autocast == math.inf for one in found.inexact)
+    if is_torchs and dtype is torch.bfloat16 and not found.differences:
+        return nearest, "foreign", _short(f"{_KERNEL}: {found}")
+    return nearest, "silent", _short(str(found))
 
 
 @dataclass(frozen=True)
@@ -123,14 +134,18 @@ def _beside(case: Case, dtype: torch.dtype, way: str) -> tuple[Distance, str, st
     Of outputs, and gradients as one, it is the median draw, for choices may flip; of each parameter all draws are one
     vector, for the gradient of a single number may nearly cancel in one.
     """
-    first = _drawn(case, dtype, way, 0)
-    found = _whole(first, dtype), _each([first], dtype)
+    draws = [_drawn(case, dtype, way, 0)]
+    found = _whole(draws[0], dtype), _each(draws, dtype)
     if any(one.reason for one in found):
-        draws = [first, *(_drawn(case, dtype, way, draw) for draw in range(1, DRAWS))]
+        draws += [_drawn(case, dtype, way, draw) for draw in range(1, DRAWS)]
         by_ratio = sorted((_whole(draw, dtype) for draw in draws), key=lambda one: one.ratio)
         found = by_ratio[DRAWS // 2], _each(draws, dtype)
     wrong = next((one for one in found if one.reason), None)
-    return (wrong or found[0]).nearest, "silent" if wrong else "", wrong.reason if wrong else ""
+    if wrong is None:
+        return found[0].nearest, "", ""
+    if dtype is torch.bfloat16 and any(one.theirs is not None and not one.theirs.is_finite for one in draws):
+        return wrong.nearest, "foreign", f"{_KERNEL}: {wrong.reason}"
+    return wrong.nearest, "silent", wrong.reason
 
 
 def _drawn(case: Case, dtype: torch.dtype, way: str, draw: int) -> _Sides:
@@ -142,7 +157,7 @@ def _drawn(case: Case, dtype: torch.dtype, way: str, draw: int) -> _Sides:
         exact = run(case, _built(build), None)
     except Exception as error:
         raise _NoReference(f"{_said(error)} {_last_lines(error)}") from error
-    if not all(bool(value.isfinite().all()) for value in (exact.outputs, *exact.gradients.values())):
+    if not exact.is_finite:
         raise _NoReference("its numbers are not finite")
     try:
         theirs = run(case, _built(build), dtype, within=lambda: torch.autocast("cpu", dtype))
@@ -256,6 +271,8 @@ def _comparable(sides: _Sides) -> tuple[_Ran | None, str]:
         return None, "; torch.autocast fails"
     if sides.theirs.gradients.keys() != sides.exact.gradients.keys():
         return None, "; torch.autocast gives other gradients"
+    if not sides.theirs.is_finite:
+        return None, "; torch.autocast gives Inf or NaN"
     return sides.theirs, ""
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.capture import dynamo_graph
-from autocastfx.errors import UncapturedGraphWarning
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -107,3 +107,100 @@ def test_what_a_program_has_put_in_place_of_as_subclass_is_not_captured(monkeypa
         found = model(x)
     assert type(found) is Image
     assert 0 < relative_error(own(found, Tensor).detach(), exact) < 4 * torch.finfo(LOW).eps
+
+
+class Doubled(Tensor):
+    """Twice what ``relu`` gives."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.relu else found
+
+
+class Named(Tensor):
+    """Gives its name on to the result, and says it there."""
+
+    label: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, Named) and args and hasattr(args[0], "label"):
+            found.label = args[0].label
+        return found
+
+
+class Tracked(Tensor):
+    """Gives all its attributes on in a way that Dynamo cannot follow."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, Tracked):
+            found.__dict__ = dict(args[0].__dict__)
+        return found
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(torch.relu(x)))
+
+
+@pytest.mark.parametrize("kind", [Image, Doubled])
+def test_a_class_whose_function_dynamo_follows_is_converted(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
+    exact = model(x)
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW)
+    found = amp_model(x)
+    assert type(found) is type(exact) is kind
+    assert 0 < relative_error(found.as_subclass(Tensor).detach(), exact.as_subclass(Tensor).detach()) < 8e-3
+    other = amp_model(x.as_subclass(Tensor))
+    assert type(other) is Tensor
+    assert 0 < relative_error(other.detach(), model(x.as_subclass(Tensor)).detach()) < 8e-3
+
+
+@pytest.mark.parametrize("kind", [Image, Doubled])
+def test_such_a_class_is_that_of_what_an_enabled_model_gives(kind: Any, recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
+    exact = model(x)
+    autocastfx.enable(model, dtype=LOW)
+    found = model(x)
+    assert type(found) is kind
+    assert 0 < relative_error(found.as_subclass(Tensor).detach(), exact.as_subclass(Tensor).detach()) < 8e-3
+    assert not [one for one in recwarn if one.category is UncapturedGraphWarning]
+
+
+def test_attributes_that_a_class_gives_on_are_those_of_each_call() -> None:
+    model = Adds()
+    amp_model = autocastfx.convert(model, (_named("first"),), dtype=LOW)
+    for label in ("first", "second"):
+        x = _named(label)
+        found, exact = amp_model(x), model(x)
+        assert (type(found), found.label) == (type(exact), exact.label) == (Named, label)
+        assert 0 < relative_error(found.as_subclass(Tensor).detach(), exact.as_subclass(Tensor).detach()) < 8e-3
+
+
+def _named(label: str) -> Named:
+    made = torch.randn(4, 16).as_subclass(Named)
+    made.label = label
+    return made
+
+
+def test_a_class_whose_function_dynamo_cannot_follow_is_refused_by_name() -> None:
+    model, x = Adds(), torch.randn(4, 16).as_subclass(Tracked)
+    with pytest.raises(CaptureError) as told:
+        autocastfx.convert(model, (x,), dtype=LOW)
+    assert "test_tensor_classes.py:" in str(told.value)
+    assert str(told.value).endswith(
+        "\nTracked has a __torch_function__ that one graph cannot hold. Give the model plain tensors, "
+        "x.as_subclass(torch.Tensor), or convert in place, with autocastfx.enable, which goes on behind such code."
+    )
+    plain = x.as_subclass(Tensor)
+    assert relative_error(autocastfx.convert(model, (plain,), dtype=LOW)(plain).detach(), model(plain).detach()) > 0

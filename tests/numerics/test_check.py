@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -599,6 +600,47 @@ def test_a_gradient_that_matters_little_or_differs_by_chance_is_exact() -> None:
     cases = ((far, True), (replace(far, share=0.5), False), (few, True), (replace(few, elements=999), False))
     for value, is_exact in cases:
         assert replace(_judged(), values=(*_judged().values, value)).ok == is_exact, value
+
+
+def test_a_gradient_that_is_rounding_in_float32_too_is_told_as_such() -> None:
+    zero = CheckedValue("gradient of zero", 5e5, 2e5, 5e-8, 8)
+    found = replace(_judged(), values=(*_judged().values, zero))
+    assert found.ok
+    assert found.noise == (zero,)
+    assert str(found).startswith("check of Net in bfloat16: right\n")
+    assert str(found).endswith("\n  terms that cancel, and leave rounding in float32 too: gradient of zero")
+    for value in (
+        replace(zero, share=1e-5),  # float32 knows its numbers
+        replace(zero, autocast=0.9),  # torch.autocast does
+        replace(zero, autocast=None),
+        replace(zero, error=3e6),
+        replace(zero, error=math.inf, autocast=math.inf),
+    ):
+        found = replace(_judged(), values=(*_judged().values, value))
+        assert (found.inexact, found.noise) == ((value,), ()), value
+    whole = replace(zero, name="all gradients")
+    assert replace(_judged(), values=(whole,)).inexact == (whole,)
+
+
+def test_the_bias_of_a_sum_that_is_zero_is_no_failure() -> None:
+    class Sums(nn.Module):
+        """What follows a batch norm, summed: its mean is 0, so the loss does not depend on the bias to first order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.last = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.linear(x)))
+
+    torch.manual_seed(0)
+    batches = [torch.randn(32, 16) for _ in range(2)]
+    for dtype in ("float16", "bfloat16"):
+        found = autocastfx.check(Sums(), batches, lambda output, _: output.square().mean(), dtype=dtype)
+        assert found.ok, str(found)
+        (bias,) = (one for one in found.values if one.name == "gradient of norm.bias")
+        assert bias.error > 1
+        assert bias.share < 1e-6
 
 
 def test_an_output_is_judged_by_itself_however_far_gradients_may_be() -> None:
