@@ -31,11 +31,13 @@ class Candidate:
         gain: what it gains in float8, apart from what its operands cost, at least 0.
         error: the squared relative error that it makes.
         reads: the quantised values that it needs.
+        key: by which a rule names it.
     """
 
     gain: float
     error: float
     reads: tuple[Hashable, ...] = ()
+    key: object = None
 
 
 Chosen = frozenset[int]
@@ -56,6 +58,10 @@ class Choice:
     def error(self, chosen: Collection[int]) -> float:
         """The squared relative error."""
         return sum(self.candidates[i].error for i in chosen)
+
+    def keys(self, chosen: Collection[int]) -> set[object]:
+        """The keys of these products."""
+        return {self.candidates[i].key for i in chosen}
 
     @cached_property
     def _readers(self) -> dict[Hashable, tuple[int, ...]]:
