@@ -12,8 +12,8 @@ from torch import fx
 
 from autocastfx.errors import SensitivityError
 from autocastfx.graph.node import argument
+from autocastfx.numerics.choice import Candidate, Choice
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
-from autocastfx.numerics.product_choice import Candidate, Choice
 from autocastfx.plan.plan import NoFloat8, Plan, PlannedFloat8, PlannedNode, Precision
 from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
