@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.kept_whole import functions_at
-from autocastfx.capture.leave_intact import isolated
+from autocastfx.capture.leave_intact import isolated, set_modes
 from autocastfx.capture.measure import measured_run
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.errors import ArgumentError, CalibrationError, UnsupportedError
@@ -116,8 +116,7 @@ def _measured_by_dynamo(
     captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
 
     def call(*args: Any, **kwargs: Any) -> None:
-        for module, mode in zip(model.modules(), modes, strict=True):  # isolated gives back those before
-            module.training = mode
+        set_modes(list(model.modules()), modes)  # isolated gives back those before
         captures.call(measuring, args, kwargs)
 
     return measuring.measure(model, call, batches, progress)

@@ -136,12 +136,11 @@ def _has_room(moved: int, floor: int) -> bool:
 
 def _front(bench: Bench, search: PlanSearch) -> Iterator[Judged]:
     """Judge the distinct plans of a sweep of the price of an error."""
-    unit = search.start.traffic.moved / max(search.start.error or 0.0, 1e-12) ** 2
     search._at(0.0)
     for half in range(-4, 5):
-        search._at(unit * 10.0 ** (half / 2))
-    distinct = {(plan.traffic.moved, plan.error): plan for plan in search.plans.values()}
-    return (bench.said(search, search._said(plan)) for plan in distinct.values())
+        search._at(search.unit * 10.0 ** (half / 2))
+    distinct = {one.key: one for one in search.cuts.values()}
+    return (bench.said(search, search._said(one, 0.0)) for one in distinct.values())
 
 
 def _below(points: Iterable[Judged], at: Judged, default: Judged) -> list[float]:

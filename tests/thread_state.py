@@ -19,7 +19,7 @@ def thread_state(*, random_numbers: bool = True) -> dict[str, object]:
     level = torch._C._enter_dual_level()  # the first that is free
     torch._C._exit_dual_level(level=level)
     stack = _functorch.get_interpreter_stack() or []
-    kinds = ("cpu", "cuda")
+    kinds = torch._C._autocast_supported_devices()
     return {
         "dispatch keys": (
             str(torch._C._dispatch_tls_local_include_set()),

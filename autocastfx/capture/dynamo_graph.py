@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.data_writes import READS, data, keeps_form, set_data
 from autocastfx.capture.kept_whole import AutogradCall, record_call
-from autocastfx.capture.leave_intact import is_in_autocast
+from autocastfx.capture.leave_intact import is_in_autocast, random_numbers_kept
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.user_casts import is_noted, keeping_floats, run_cast
@@ -366,7 +366,7 @@ def _traced(
     flat = flatten_transforms(module)
     context = tracing(TracingContext(mode))  # Dynamo's has another mode, in which torch 2.11 would trace branches
     try:
-        with context, mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
+        with context, mode, enable_python_dispatcher(), torch._C._DisableAutocast(), random_numbers_kept():
             traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)
     finally:
         mode.allow_non_fake_inputs = allowed

@@ -55,7 +55,8 @@ def own_thread_state() -> Generator[None, None, None]:
     _autograd._saved_tensors_hooks_enable()
     depth: int = _functorch.get_dynamic_layer_stack_depth()
     restored = [(switch, read()) for read, switch in _SWITCHES]
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    kinds = _C._autocast_supported_devices()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
     is_abstract = any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     try:

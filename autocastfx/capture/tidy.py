@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from autocastfx.capture.kept_whole import LEAF, restore_leaves
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
@@ -157,7 +158,7 @@ def _flatten(
         batched_nodes[node] = batched.node_copy(node, batched_nodes.__getitem__)
     batched.output(tuple(batched_nodes[node] for node in outputs))
     run = _Run(fx.GraphModule(root, batched)).run
-    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
+    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), random_numbers_kept():
         traced: fx.GraphModule = cast("Any", make_fx)(run)(*(_example(node) for node in inputs))
     traced.graph.eliminate_dead_code()
     given = iter(inputs)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
 from autocastfx.errors import SensitivityError
 from autocastfx.graph.node import argument
-from autocastfx.numerics.compare import TargetDistance
+from autocastfx.numerics.choice import Candidate, Choice
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
-from autocastfx.numerics.product_choice import Candidate, Choice
-from autocastfx.plan.plan import NoFloat8, PlannedFloat8, PlannedNode, Precision
+from autocastfx.plan.plan import NoFloat8, Plan, PlannedFloat8, PlannedNode, Precision
 from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
@@ -145,15 +144,11 @@ def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
     return f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
 
 
-_MOST_MEASURED = 5
 _MOST_REASONS = 3  # that an error names
-_HALVINGS = 6
-_DECADES = range(-4, 7)  # of the price of an error, around that at which the start's costs what all its bytes do
-_MORE = 1.02  # times the error that is predicted for one plan, to look for another
 
 
 @dataclass
-class Float8Search:
+class Float8Search(PlanSearch):
     """The search for a placement and for products in float8.
 
     Placement and selection are made once, one after the other, at one price of an error. A product in float8 reads the
@@ -161,25 +156,29 @@ class Float8Search:
     its node runs in 16 bits: the selection adds and saves no cast, and no term of the placement's cut depends on it.
     Another round would find the same placement.
 
+    For a share, the placement is that of the list to start from, and the plan is the one of the least error. For a
+    limit of errors it is the one of the least time, by the roofline.
+
     Attributes:
-        search: of placements, from the list to start from.
         recipe: of products, by name.
         gpu: whose rates say what a product gains.
         products: those that the list lets run in float8, and that were measured.
     """
 
-    search: PlanSearch
-    recipe: str
-    gpu: Gpu
-    products: list[FloatProduct] = field(init=False)
+    decades: ClassVar[range] = range(-4, 7)
+    fills: ClassVar[bool] = True
+
+    recipe: str = field(kw_only=True)
+    gpu: Gpu = field(kw_only=True)
+    products: list[FloatProduct] = field(init=False, default_factory=list[FloatProduct])
 
     def __post_init__(self) -> None:
-        ops = sorted({node.op for node in self.search.start.nodes if node.op in OPERANDS})
+        super().__post_init__()
+        ops = sorted({node.op for node in self.start.nodes if node.op in OPERANDS})
         rule = OpList.of({"float8": [{"ops": ops, "recipe": self.recipe}]} if ops else {})
-        variant = self.search.complete(rule)
-        self._nodes, effects = variant.plan.nodes, self.search.effects
-        made = {node.name: node for node in variant.graph.nodes}
-        self.products, self._flops, self._kept_out = [], 0, Counter[str]()
+        variant, effects = self.complete(rule), self.effects
+        self._nodes, made = variant.plan.nodes, {node.name: node for node in variant.graph.nodes}
+        self._flops, self._kept_out = 0, Counter[str]()
         for node in self._nodes:
             effect, float8 = effects.get((node.name, node.op, node.module)), node.float8
             if effect is None or float8 is None or not effect.products:
@@ -202,50 +201,18 @@ class Float8Search:
         is_other = product not in {one.product for one in float8.errors}
         return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if is_other else ""
 
-    def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
-        """Choose products, and for a limit of errors the placement; measure.
-
-        For a share, the placement is that of the list to start from, and the plan is the one of the least error. For a
-        limit of errors it is the one of the least time, by the roofline.
-
-        Returns:
-            The best plan within the limit, with its casts, and the points of all that were looked at.
-
-        Raises:
-            SensitivityError: no plan keeps the limit.
-        """
-        kept = [self._started(started)]
-        points = [kept[0].point, *self._cuts()]
-        target = limit.error or 0.0
-        for _ in range(_MOST_MEASURED):
-            found = self._at_share(limit.share) if limit.share is not None else self._at_error(target)
-            if found is None:
-                break
-            found = replace(found, point=replace(found.point, measured=self.search._measured(found, judge)))
-            points.append(found.point)
-            kept.append(found)
-            if limit.share is not None or limit.keeps(found.point):
-                break
-            target *= min(1 / _MORE, found.point.predicted / found.point.error)
-        kept = [one for one in kept if limit.keeps(one.point)]
-        if not kept:
-            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {points[-1]}.")
-        if limit.share is not None:
-            return min(kept, key=lambda one: one.point.error), points
-        return min(kept, key=lambda one: one.point.bytes - one.point.saved * self.gpu.bandwidth), points
-
-    def _started(self, started: Point) -> Found:
-        """The plan of the list to start from, with what it runs in float8 itself."""
-        plan = self.search.complete(OpList()).plan
+    def started(self, measured: float) -> Point:
+        """Return the point of the list to start from, with what it runs in float8 itself."""
+        plan = self.complete(OpList()).plan
         own = {(group_of(n), p) for n in plan.nodes if n.float8 is not None for p in n.float8.products}
-        point = replace(started, predicted=plan.error or 0.0, **self._gains(own))
-        return Found(point, plan, OpList(name="tuned"))
+        return replace(super().started(measured), predicted=plan.error or 0.0, **self._gains(own))
 
-    def _choice(self, *, by_flops: bool, low: Collection[str] | None = None) -> tuple[list[object], Choice]:
-        """The products of nodes that run in 16 bits, by what a rule can say: keys, and what to choose from."""
+    def _choice(self, plan: Plan, *, by_flops: bool = False) -> Choice:
+        """The products of nodes that run in 16 bits, by what a rule can say."""
         groups: dict[object, list[FloatProduct]] = {}
+        low = {node.name for node in plan.nodes if node.placement.run is Precision.LOW}
         for one in self.products:
-            if low is None or one.node.name in low:
+            if one.node.name in low:
                 groups.setdefault(one.key, []).append(one)
         costs = {} if by_flops else {value: cost for one in self.products for value, cost in one.reads.items()}
         candidates = [
@@ -253,89 +220,78 @@ class Float8Search:
                 sum(one.flops if by_flops else one.gain for one in own),
                 sum(one.error for one in own),
                 tuple(dict.fromkeys(value for one in own for value in one.reads)),
+                key,
             )
-            for own in groups.values()
+            for key, own in groups.items()
         ]
-        return list(groups), Choice(candidates, costs)
+        return Choice(candidates, costs)
 
     def _gains(self, chosen: Collection[object]) -> dict[str, float]:
         """The share and the time that chosen products save, as a point has them."""
-        keys, choice = self._choice(by_flops=False)
+        choice = self._choice(self.start)
         flops = sum(one.flops for one in self.products if one.key in chosen)
-        worth = choice.worth([i for i, key in enumerate(keys) if key in chosen])
+        worth = choice.worth([i for i, one in enumerate(choice.candidates) if one.key in chosen])
         return {"share": flops / self._flops if self._flops else 0.0, "saved": worth / self.gpu.bandwidth}
 
-    def _cuts(self) -> list[Point]:
-        """Points of other shares, with the placement of the list to start from."""
-        keys, choice = self._choice(by_flops=True)
-        every, start = range(len(keys)), self.search.start
-        unit = choice.worth(every) / choice.error(every) if choice.error(every) else 0.0
-        cuts = dict.fromkeys(choice.at(unit * 10.0 ** (half / 2)) for half in _DECADES)
-        return [
-            Point(
-                "cut",
-                start.traffic.moved,
-                math.hypot(start.error or 0.0, math.sqrt(choice.error(cut))),
-                **self._gains({keys[i] for i in cut}),
-            )
-            for cut in cuts
-        ]
+    def _in_float8(self, plan: Plan, choice: Choice, chosen: Collection[int]) -> Found:
+        """A placement with the products that were chosen for it."""
+        error = math.hypot(plan.error or 0.0, math.sqrt(choice.error(chosen)))
+        return Found(Point("cut", plan.traffic.moved, error, **self._gains(choice.keys(chosen))), plan)
 
-    def _at_share(self, share: float) -> Found:
+    def _found_at(self, price: float) -> Found:
+        plan = self._cut(OpList(), price)
+        choice = self._choice(plan)
+        return self._in_float8(plan, choice, choice.at(price))
+
+    def _candidates(self, limit: Limit, ratio: float) -> list[Found]:
+        if limit.share is None:
+            return super()._candidates(limit, ratio)
+        choice = self._choice(self.start, by_flops=True)
+        chosen = self._at_share(limit.share, choice)
+        every = range(len(choice.candidates))
+        unit = choice.worth(every) / choice.error(every) if choice.error(every) else 0.0
+        for half in self.decades:
+            price = unit * 10.0 ** (half / 2)
+            self.cuts[price] = self._in_float8(self.start, choice, choice.at(price))
+        return [self._with_rules(Found.of("", self.start, OpList()), choice, chosen, None)]
+
+    def _filled(self, cuts: Sequence[Found], limit: Limit, ratio: float) -> Iterator[Found]:
+        yield from ()  # products take what a placement leaves of a limit
+
+    def _at_share(self, share: float, choice: Choice) -> Collection[int]:
         if not self._flops:
             raise SensitivityError(
                 "the model has no product that can run in float8: one of a weight, whose N and K are multiples of "
                 f"{MULTIPLE}. Leave float8 and share out."
             )
-        keys, choice = self._choice(by_flops=True)
         chosen = choice.least_error(share * self._flops * (1 - 1e-9))
         if chosen is None:
-            most, kept_out = choice.worth(range(len(keys))) / self._flops, self._kept_out.most_common(_MOST_REASONS)
+            most, kept_out = (
+                choice.worth(range(len(choice.candidates))) / self._flops,
+                self._kept_out.most_common(_MOST_REASONS),
+            )
             said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
             others = len(self._kept_out) - len(kept_out)
             more = f"; and {others} other reasons" if others else ""
             raise SensitivityError(
                 f"{share:.0%} of products in float8 are more than can be: {most:.0%}, by operations. The list "
-                f"{self.search.converter.op_list.name} keeps out {said}{more}. Give a smaller share or another op_list."
+                f"{self.converter.op_list.name} keeps out {said}{more}. Give a smaller share or another op_list."
             )
-        error = math.hypot(self.search.start.error or 0.0, math.sqrt(choice.error(chosen)))
-        return self._said(OpList(), {keys[i] for i in chosen}, error, None)
+        return chosen
 
-    def _at_error(self, error: float) -> Found | None:
-        """The plan of the least time within a predicted error, at the lowest price that keeps it; None if none does."""
-        start = self.search.start
-        unit = start.traffic.moved / max(start.error or 0.0, 1e-12) ** 2
-        lower, price = 0.0, unit * 10.0**_DECADES.start
-        while self._priced(price) > error:
-            lower, price = price, 10 * price
-            if price > unit * 10.0**_DECADES.stop:
-                return None
-        for _ in range(_HALVINGS if lower else 0):
-            middle = math.sqrt(lower * price)
-            lower, price = (middle, price) if self._priced(middle) > error else (lower, middle)
-        said = self.search._said(self.search.plans[price])
-        keys, choice = self._choice(by_flops=False, low=_low(said.plan.nodes))
-        own = said.plan.error or 0.0
-        chosen = choice.most_worth(max(0.0, error**2 - own**2))
-        error = math.hypot(own, math.sqrt(choice.error(chosen)))
-        return self._said(said.rules or OpList(), {keys[i] for i in chosen}, error, self.gpu)
+    def _said(self, found: Found, error: float) -> Found:
+        if found.rules is not None:
+            return found
+        placed = self._placed(found.plan)
+        choice = self._choice(placed.plan)
+        chosen = choice.most_worth(max(0.0, error**2 - placed.point.predicted**2))
+        return self._with_rules(placed, choice, chosen, self.gpu)
 
-    def _priced(self, price: float) -> float:
-        """The predicted error of the placement and the products that are best at a price of an error."""
-        plan = self.search._at(price)
-        _, choice = self._choice(by_flops=False, low=_low(plan.nodes))
-        return math.hypot(plan.error or 0.0, math.sqrt(choice.error(choice.at(price))))
-
-    def _said(self, placed: OpList, chosen: Collection[object], error: float, gpu: Gpu | None) -> Found:
-        words = f"the {self.search.prices.sensitivity.of}'s error of {error:.1e}"
-        rules = placed.merged(product_rules(self._nodes, chosen, self.products, self.recipe, words, gpu))
-        plan = self.search.complete(rules).plan
-        return Found(
-            Point("tuned", plan.traffic.moved, plan.error or 0.0, **self._gains(chosen)),
-            plan,
-            replace(rules, name="tuned"),
-        )
-
-
-def _low(nodes: Sequence[PlannedNode]) -> set[str]:
-    return {node.name for node in nodes if node.placement.run is Precision.LOW}
+    def _with_rules(self, placed: Found, choice: Choice, chosen: Collection[int], gpu: Gpu | None) -> Found:
+        """Say chosen products as rules, laid over those of a placement."""
+        own, error = choice.keys(chosen), self._in_float8(placed.plan, choice, chosen).point.predicted
+        words = f"the {self.prices.sensitivity.of}'s error of {error:.1e}"
+        rules = product_rules(self._nodes, own, self.products, self.recipe, words, gpu)
+        rules = replace((placed.rules or OpList()).merged(rules), name="tuned")
+        found = Found.of("tuned", self.complete(rules).plan, rules)
+        return replace(found, point=replace(found.point, **self._gains(own)))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import Call, CallSignature, batch_of, sized
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
-from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
+from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_modes, set_random_state
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
@@ -450,17 +450,14 @@ def _captured_call(
     Returns:
         The graph, and what it is given, as by :meth:`CapturedGraph.given`.
     """
-    amp_model, before = (
-        view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), None, None, leaves),
-        [(module, module.training) for module in model.modules()],
-    )
+    amp_model = view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), None, None, leaves)
+    modules = list(model.modules())
+    before = [module.training for module in modules]
     try:
-        for (module, _), mode in zip(before, modes, strict=True):
-            module.training = mode
+        set_modes(modules, modes)
         graph, inputs = amp_model._probe(args, kwargs, converts=False)
     finally:
-        for module, mode in before:
-            module.training = mode
+        set_modes(modules, before)
     return graph.captured, *graph.given(amp_model._signature.bind(args, kwargs), inputs, amp_model._held())
 
 

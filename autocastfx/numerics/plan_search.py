@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -93,11 +93,13 @@ class Limit:
         error: the largest relative error of the target; None if something else is limited.
         bytes: the most bytes moved; None if something else is limited.
         share: the least share of products in float8; likewise.
+        bandwidth: bytes moved in a second, by which a second that products in float8 save counts.
     """
 
     error: float | None = None
     bytes: float | None = None
     share: float | None = None
+    bandwidth: float = 0.0
 
     def __str__(self) -> str:
         if self.share is not None:
@@ -114,7 +116,12 @@ class Limit:
 
     def rank(self, point: Point) -> tuple[float, float]:
         """Return the order among plans within the limit; the least is best."""
-        return (point.bytes, point.error) if self.error is not None else (point.error, point.bytes)
+        cost = self.cost(point)
+        return (cost, point.error) if self.error is not None else (point.error, cost)
+
+    def cost(self, point: Point) -> float:
+        """Return the bytes moved, less those of the time that float8 saves."""
+        return point.bytes - self.bandwidth * point.saved
 
 
 # Say a measured placement as rules of an op list: by module path and op, with ``*`` for layers that agree.
@@ -331,7 +338,6 @@ def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, fl
 
 _MOST_CUTS = 20
 _MOST_MEASURED = 5
-_DECADES = range(-3, 4)  # of the price of an error, around the one at which it costs what all bytes do
 _LAST_DECADE = 9
 _SLACK = 1.25  # an error predicted to be larger by this factor may yet be smaller
 _CLOSE = 1.05  # prices that are not told apart
@@ -346,10 +352,24 @@ class Found:
     plan: Plan
     rules: OpList | None = None
 
+    @classmethod
+    def of(cls, name: str, plan: Plan, rules: OpList | None = None) -> Found:
+        """Return a plan with the point that it predicts."""
+        return cls(Point(name, plan.traffic.moved, plan.error or 0.0), plan, rules)
+
+    @property
+    def key(self) -> Point:
+        """What was predicted: two plans that agree in all of it are taken for one."""
+        return replace(self.point, name="", measured=None)
+
+    def expected(self, ratio: float) -> Point:
+        """Return the point with the error that it should have, if measured errors are so many times predicted ones."""
+        return replace(self.point, measured=ratio * self.point.predicted)
+
 
 @dataclass
 class PlanSearch:
-    """One search.
+    """One search for a placement.
 
     Attributes:
         base: converted by the list to start from.
@@ -357,15 +377,18 @@ class PlanSearch:
         prices: what was measured, and the time of products.
         low: the 16-bit dtype.
         start: the plan of the list to start from, with its predicted errors.
-        plans: by the price of an error.
+        cuts: by the price of an error, the best plan.
     """
+
+    decades: ClassVar[range] = range(-3, 4)  # of the price of an error, around that at which it costs what all bytes do
+    fills: ClassVar[bool] = False  # a candidate, when it is said, up to the error that it may have
 
     base: AmpModule
     variant: Variant
     prices: Prices
     low: torch.dtype
     start: Plan = field(init=False)
-    plans: dict[float, Plan] = field(default_factory=dict[float, Plan])
+    cuts: dict[float, Found] = field(init=False, default_factory=dict[float, Found])
 
     def __post_init__(self) -> None:
         self.start = self._plan_of(self.converter)
@@ -380,8 +403,17 @@ class PlanSearch:
         """The measured effects of the nodes of the variant."""
         return self.prices.sensitivity.effects_in(mode_of(captured_of(self.variant).training))
 
+    @property
+    def unit(self) -> float:
+        """The price of a squared error at which that of the start costs what all its bytes do."""
+        return self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
+
+    def started(self, measured: float) -> Point:
+        """Return the point of the list to start from, whose error was measured."""
+        return replace(Found.of("start", self.start).point, measured=measured)
+
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
-        """Sweep the price of an error, measure plans near the limit, and choose.
+        """Find candidates near the limit, measure the most promising of them, and choose.
 
         Returns:
             The best plan within the limit, with its casts, and the points of all that were looked at.
@@ -389,22 +421,23 @@ class PlanSearch:
         Raises:
             SensitivityError: no plan keeps the limit.
         """
-        self._sweep(limit)
         ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
-        candidates = self._near(limit, ratios[0])
+        candidates = self._candidates(limit, ratios[0])
         tried: list[Found] = []
         while len(tried) < _MOST_MEASURED and (following := _next(candidates, limit, ratios, tried)) is not None:
             candidates.remove(following)
-            said = following if following.rules is not None else self._said(following.plan)
+            said = self._said(following, (limit.error or 0.0) / (ratios[-1] if tried else 1.0))
             is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
-            if is_over or any(_key(one.plan) == _key(said.plan) for one in tried):
+            if is_over or any(one.key == said.key for one in tried):
                 continue
             point = replace(said.point, measured=self._measured(said, judge))
             tried.append(replace(said, point=point))
+            if self.fills and not limit.keeps(point):
+                candidates.append(following)
             if point.predicted and math.isfinite(point.error):
                 ratios.append(point.error / point.predicted)
         tried.append(Found(started, self.start, OpList(name="tuned")))
-        front = dict.fromkeys(_point("cut", plan) for plan in self.plans.values())
+        front = dict.fromkeys(one.point for one in self.cuts.values())
         kept = [one for one in tried if limit.keeps(one.point)]
         if not kept:
             measured = [one.point for one in tried]
@@ -428,82 +461,88 @@ class PlanSearch:
     def _plan_of(self, converter: Converter) -> Plan:
         return self.base._plan_by(converter, self.variant)
 
-    def _at(self, price: float) -> Plan:
-        """Find the plan of fewest bytes, at a price of an error."""
-        if price not in self.plans:
-            self.plans[price] = self._cut(OpList(), price)
-        return self.plans[price]
+    def _at(self, price: float) -> Found:
+        """Find the best plan at a price of an error."""
+        if price not in self.cuts:
+            self.cuts[price] = self._found_at(price)
+        return self.cuts[price]
+
+    def _found_at(self, price: float) -> Found:
+        return Found.of("cut", self._cut(OpList(), price))
 
     def _cut(self, rules: OpList, price: float) -> Plan:
+        """Find the placement of fewest bytes, by further rules and at a price of an error."""
         return self._plan_of(replace(self._with(rules), prices=replace(self.prices, per_error=price)))
 
+    def _candidates(self, limit: Limit, ratio: float) -> list[Found]:
+        """The best cuts within a limit, the nearest beyond it, and plans between cuts that use more of the limit."""
+        self._sweep(limit)
+        distinct = {one.key: one for _, one in sorted(self.cuts.items())}
+        cuts = sorted(distinct.values(), key=lambda one: one.point.bytes)
+        between = [Found.of("", plan) for plan in self._between(limit)]
+        return [*_around(cuts, limit, ratio), *between, *self._filled([*cuts, *between[-1:]], limit, ratio)]
+
     def _sweep(self, limit: Limit) -> None:
-        unit = self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
         if limit.bytes is not None:
             self._at(0.0)  # the fewest bytes of all
-        for decade in _DECADES:
-            self._at(unit * 10.0**decade)
-        self._reach(unit, limit)
+        for decade in self.decades:
+            self._at(self.unit * 10.0**decade)
+        self._reach(limit)
         self._refine(limit)
 
-    def _reach(self, unit: float, limit: Limit) -> None:
+    def _reach(self, limit: Limit) -> None:
         """Raise the price until the limit is passed: if the start's error is large, it says little of other plans'."""
-        for decade in range(_DECADES.stop, _LAST_DECADE):
-            dearest = self.plans[max(self.plans)]
-            if not dearest.error or limit.keeps(_point("", dearest)) == (limit.error is not None):
+        for decade in range(self.decades.stop, _LAST_DECADE):
+            dearest = self.cuts[max(self.cuts)].point
+            if not dearest.error or limit.keeps(dearest) == (limit.error is not None):
                 return
-            self._at(unit * 10.0**decade)
+            self._at(self.unit * 10.0**decade)
 
     def _refine(self, limit: Limit) -> None:
         """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""
-        while len(self.plans) < _MOST_CUTS:
-            pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b > _CLOSE * a > 0]
-            gaps = {pair: self._gap(*pair) for pair in pairs}
-            is_kept = {price: limit.keeps(_point("", plan)) for price, plan in self.plans.items()}
-            crossing = [(a, b) for a, b in pairs if is_kept[a] != is_kept[b]]
-            first, last = max(crossing or gaps, key=gaps.__getitem__, default=(1.0, 1.0))
-            if not gaps.get((first, last)):
+        while len(self.cuts) < _MOST_CUTS:
+            points = [(price, one.point) for price, one in sorted(self.cuts.items())]
+            gaps = {  # the area of the front between two plans; 0 if they are equal
+                (a, b): (
+                    limit.keeps(p) != limit.keeps(q),
+                    abs(limit.cost(p) - limit.cost(q)) * abs(p.predicted - q.predicted),
+                )
+                for (a, p), (b, q) in itertools.pairwise(points)
+                if b > _CLOSE * a > 0
+            }
+            first, last = max(gaps, key=gaps.__getitem__, default=(1.0, 1.0))
+            if not gaps.get((first, last), (False, 0.0))[1]:
                 return
             self._at(math.sqrt(first * last))
 
-    def _gap(self, price: float, other: float) -> float:
-        """The area of the front between two plans; 0 if they are equal."""
-        a, b = self.plans[price], self.plans[other]
-        return abs(a.traffic.moved - b.traffic.moved) * abs((a.error or 0.0) - (b.error or 0.0))
-
-    def _near(self, limit: Limit, ratio: float) -> list[Found]:
-        """The distinct plans of the sweep, and plans between them that are cut anew or filled up to the limit."""
-        distinct = {_key(plan): plan for _, plan in sorted(self.plans.items())}
-        plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
-        between = list(self._between(limit))
-        new_cuts = [Found(_expected(plan, ratio), plan) for plan in between]
-        return [*_around(plans, limit, ratio), *new_cuts, *self._filled([*plans, *between[-1:]], limit, ratio)]
-
     def _between(self, limit: Limit) -> Iterator[Plan]:
         """For a limit of bytes, cut plans anew, from the dearest cut within it."""
-        within = [price for price, plan in self.plans.items() if price and limit.keeps(_point("", plan))]
+        within = [price for price, one in self.cuts.items() if price and limit.keeps(one.point)]
         if limit.bytes is not None and within:
-            yield from cut_between(self.plans[max(within)], max(within), limit.bytes, self._cut)
+            yield from cut_between(self.cuts[max(within)].plan, max(within), limit.bytes, self._cut)
 
-    def _filled(self, plans: Sequence[Plan], limit: Limit, ratio: float) -> Iterator[Found]:
+    def _filled(self, cuts: Sequence[Found], limit: Limit, ratio: float) -> Iterator[Found]:
         """Fill the dearest plans within a limit of bytes; for a limit of errors, the dearest plans beyond it."""
-        within = [plan for plan in plans if limit.keeps(_expected(plan, ratio))]
+        within = [one for one in cuts if limit.keeps(one.expected(ratio))]
         if limit.bytes is not None:
             starts, most = within, limit.bytes
         else:
-            starts = [plan for plan in plans if plan not in within]
-            most = min((plan.traffic.moved for plan in within), default=math.inf) - 1
+            starts = [one for one in cuts if one not in within]
+            most = min((one.point.bytes for one in within), default=math.inf) - 1
         for start in starts[-_MOST_FILLED:]:
-            said = self._said(start)
-            rules = said.rules or OpList()
-            for plan in filled(rules, said.plan, most, lambda rules: self._plan_of(self._with(rules))):
-                yield Found(_point("tuned", plan), plan)
-                if limit.error is not None and limit.keeps(_expected(plan, ratio)):
+            said = self._placed(start.plan)
+            for plan in filled(said.rules or OpList(), said.plan, most, lambda r: self._plan_of(self._with(r))):
+                yield (found := Found.of("tuned", plan))
+                if limit.error is not None and limit.keeps(found.expected(ratio)):
                     break
 
-    def _said(self, plan: Plan) -> Found:
+    def _said(self, found: Found, error: float) -> Found:
+        """Say a candidate as rules, if it is not said yet; ``error`` is the predicted one that it may have."""
+        return found if found.rules is not None else self._placed(found.plan)
+
+    def _placed(self, plan: Plan) -> Found:
         rules, tuned = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
-        return Found(_point("tuned", tuned), tuned, rules)
+        return Found.of("tuned", tuned, rules)
 
 
 def _next(candidates: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]) -> Found | None:
@@ -515,7 +554,7 @@ def _next(candidates: Sequence[Found], limit: Limit, ratios: Sequence[float], tr
     best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
     ratio = statistics.median(ratios)
     for slack in (1.0,) if limit.bytes is None else (1.0, _SLACK):
-        expected = [_expected(one.plan, ratio / slack) for one in candidates]
+        expected = [one.expected(ratio / slack) for one in candidates]
         fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
         fits = [pair for pair in fits if best is None or pair[0] < best]
         if fits:
@@ -523,23 +562,9 @@ def _next(candidates: Sequence[Found], limit: Limit, ratios: Sequence[float], tr
     return None
 
 
-def _key(plan: Plan) -> tuple[int, float | None]:
-    """The bytes and the predicted error of a plan: two plans that agree in both are taken for one."""
-    return plan.traffic.moved, plan.error
-
-
-def _point(name: str, plan: Plan) -> Point:
-    return Point(name, plan.traffic.moved, plan.error or 0.0)
-
-
-def _expected(plan: Plan, ratio: float) -> Point:
-    point = _point("", plan)
-    return replace(point, measured=point.predicted * ratio)
-
-
-def _around(plans: Sequence[Plan], limit: Limit, ratio: float) -> list[Found]:
+def _around(cuts: Sequence[Found], limit: Limit, ratio: float) -> list[Found]:
     """The plans within the limit that are best, and the nearest beyond it."""
-    order = sorted(plans, key=lambda plan: limit.rank(_expected(plan, ratio)))
-    kept = [plan for plan in order if limit.keeps(_expected(plan, ratio))]
-    beyond = [plan for plan in reversed(order) if plan not in kept]
-    return [Found(_expected(plan, ratio), plan) for plan in (*kept[:_MOST_MEASURED], *beyond[:1])]
+    order = sorted(cuts, key=lambda one: limit.rank(one.expected(ratio)))
+    kept = [one for one in order if limit.keeps(one.expected(ratio))]
+    beyond = [one for one in reversed(order) if one not in kept]
+    return [*kept[:_MOST_MEASURED], *beyond[:1]]

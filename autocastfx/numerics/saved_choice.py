@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from autocastfx.capture.call import arguments_of
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.conversion import convert_again
 from autocastfx.errors import ArgumentError, SensitivityError
+from autocastfx.numerics.choice import Candidate, Choice
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.plan_search import Budget
@@ -112,7 +113,7 @@ class SavedSearch:
         options = self._options(base)
         limit = error if error is not None else math.inf if ratio is None else ratio * start
         most = None if share is None else share * sizes[0]
-        chosen = list(_greedy(options, start, limit, sizes[1], most))
+        chosen = _within(options, limit**2 - start**2, None if most is None else sizes[1] - most)
         while True:
             entries = _entries(_groups(base), chosen)
             made = self._converted(entries)
@@ -217,26 +218,15 @@ def _size_in(keep: Keep, one: PlannedSaved) -> int:
     return next((size.bytes for size in one.smaller if size.keep is keep), one.kept)
 
 
-def _greedy(
-    options: Sequence[SavedOption], start: float, limit: float, kept: int, most: float | None
-) -> Iterator[SavedOption]:
-    """Yield, by bytes spared for the error added, the options that keep to a limit of the error, or reach one of bytes.
+def _within(options: Sequence[SavedOption], error: float, least: float | None) -> list[SavedOption]:
+    """Choose a form for each group, or none: to spare the most within a squared error, or ``least`` with little error.
 
-    Of a value's forms the one that spares more takes the place of the other.
+    They are in the order of the error added for the bytes spared.
     """
-    taken: dict[Group, SavedOption] = {}
-    room = limit**2 - start**2
-    for option in sorted(options, key=lambda o: o.error / o.spares):
-        before = taken.get(option.group)
-        if (before is not None and before.spares >= option.spares) or (most is not None and kept <= most):
-            continue
-        added = option.error - (before.error if before is not None else 0.0)
-        if added <= room:
-            room -= added
-            kept -= option.spares - (before.spares if before is not None else 0)
-            taken.pop(option.group, None)
-            taken[option.group] = option
-    yield from taken.values()
+    choice = Choice([Candidate(one.spares, one.error, key=one.group) for one in options], {})
+    chosen = choice.most_worth(max(0.0, error)) if least is None else choice.least_error(least)
+    every = (options[i] for i in (choice.at(0.0) if chosen is None else chosen))
+    return sorted(every, key=lambda one: one.error / one.spares)
 
 
 def _entries(groups: Mapping[Group, object], chosen: Sequence[SavedOption]) -> tuple[Mapping[str, Any], ...]:

@@ -294,13 +294,14 @@ def tune(
             warnings.warn(message, category, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
-        search = PlanSearch(base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low)
-        moved, predicted = search.start.traffic.moved, search.start.error or 0.0
-        started = Point("start", moved, predicted, judge(base, low))
+        measured = base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low
+        products = rates if rates.float8_tflops else find_gpu("H100")
+        search = Float8Search(*measured, recipe=recipe, gpu=products) if recipe else PlanSearch(*measured)
+        started = search.started(judge(base, low))
         if share is not None:
             limit = Limit(share=share)
         elif isinstance(budget, Budget):
-            limit = Limit(budget.error, None if budget.bytes is None else budget.bytes * moved)
+            limit = Limit(budget.error, None if budget.bytes is None else budget.bytes * started.bytes)
         else:
             limit = Limit(error=started.error if other is base else judge(other, low))
         if limit.error == math.inf:
@@ -308,12 +309,7 @@ def tune(
                 f"the budget {budget!r} has no end: a value of that list overflows in {base.plan.low} on a batch held "
                 'out. Give a Budget(error=...), or dtype="bfloat16".'
             )
-        if recipe:
-            products = Float8Search(search, recipe, rates if rates.float8_tflops else find_gpu("H100"))
-            best, front = products.result(judge, limit, started)
-            started = front[0]
-        else:
-            best, front = search.result(judge, limit, started)
+        best, front = search.result(judge, replace(limit, bandwidth=products.bandwidth if recipe else 0.0), started)
     rules = best.rules or OpList(name="tuned")
     choice = None
     if saved_limit is not None:

@@ -193,6 +193,7 @@ def leave_open() -> None:
     torch._C._set_fwd_grad_enabled(False)
     torch.set_autocast_enabled("cpu", True)
     torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_dtype("xpu", torch.bfloat16)
     torch.set_autocast_cache_enabled(False)
     raise ZeroDivisionError
 

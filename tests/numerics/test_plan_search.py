@@ -15,7 +15,7 @@ from torch import nn
 import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import SensitivityError
-from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next, _point
+from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next
 from autocastfx.plan.plan import Plan
 from tests.numerics.searches import search_of
 
@@ -67,17 +67,15 @@ def test_the_fewest_bytes_are_found_however_large_their_error(search: PlanSearch
     floor = search._cut(OpList(), 0.0)
     assert floor.traffic.moved < search._cut(OpList(), 1e18).traffic.moved
     limit = Limit(bytes=floor.traffic.moved)
-    search._sweep(limit)
-    found = [one.plan for one in search._near(limit, 1.0) if limit.keeps(one.point)]
+    found = [one.plan for one in search._candidates(limit, 1.0) if limit.keeps(one.point)]
     assert [plan.traffic.moved for plan in found] == [floor.traffic.moved]
 
 
 @pytest.mark.parametrize("share", [0.8, 0.9])
 def test_bytes_that_a_cut_leaves_are_spent(search: PlanSearch, share: float) -> None:
     limit = Limit(bytes=share * search._cut(OpList(), 1e18).traffic.moved)
-    search._sweep(limit)
-    cuts = [plan.error or 0.0 for plan in search.plans.values() if plan.traffic.moved <= (limit.bytes or 0)]
-    found = [one.plan.error or 0.0 for one in search._near(limit, 1.0) if limit.keeps(one.point)]
+    cuts = [one.point.predicted for one in search.cuts.values() if one.point.bytes <= (limit.bytes or 0)]
+    found = [one.plan.error or 0.0 for one in search._candidates(limit, 1.0) if limit.keeps(one.point)]
     assert min(found) < min(cuts)
 
 
@@ -89,14 +87,14 @@ def test_a_plan_is_measured_once_however_its_rules_say_it(search: PlanSearch, mo
         return said.point.predicted
 
     monkeypatch.setattr(PlanSearch, "_measured", measure)
-    near = PlanSearch._near
+    candidates = PlanSearch._candidates
 
     def twice(self: PlanSearch, limit: Limit, ratio: float) -> list[Found]:
-        found = [self._said(one.plan) for one in near(self, limit, ratio)]
+        found = [self._said(one, 0.0) for one in candidates(self, limit, ratio)]
         more = OpList.of({"modules": [{"path": "no.such.module", "category": "float32"}]})
         return [*found, *(replace(one, rules=(one.rules or OpList()).merged(more)) for one in found)]
 
-    monkeypatch.setattr(PlanSearch, "_near", twice)
+    monkeypatch.setattr(PlanSearch, "_candidates", twice)
     start = Point("start", search.start.traffic.moved, search.start.error or 0.0, search.start.error)
     limit = Limit(bytes=0.9 * search._cut(OpList(), 1e18).traffic.moved)
     search.result(lambda *_: 0.0, limit, start)  # type: ignore[arg-type]
@@ -108,6 +106,6 @@ def test_a_budget_that_no_plan_keeps_names_the_nearest(search: PlanSearch, of: s
     start = Point("start", search.start.traffic.moved, search.start.error or 0.0, 0.5)
     floor = search._cut(OpList(), 0.0)
     limit = Limit(bytes=floor.traffic.moved - 1) if of == "bytes" else Limit(error=0.1)
-    nearest = _point("cut", floor) if of == "bytes" else start
+    nearest = Found.of("cut", floor).point if of == "bytes" else start
     with pytest.raises(SensitivityError, match=f"no plan keeps the budget .*the nearest has {re.escape(str(nearest))}"):
         search.result(lambda *_: 0.6, limit, start)  # type: ignore[arg-type]

@@ -84,13 +84,15 @@ def test_options_are_taken_by_the_bytes_spared_for_their_error() -> None:
     other = option("b", Keep.FLOAT8, 30, 9.0)
 
     def taken(limit: float, most: float | None = None) -> set[SavedOption]:
-        return set(saved_choice._greedy([other, float8, low], 1.0, limit, 100, most))
+        return set(saved_choice._within([other, float8, low], limit**2 - 1.0, None if most is None else 100 - most))
 
     assert taken(1.0) == set()
     assert taken(math.sqrt(2.0)) == {low}
     assert taken(math.sqrt(5.0)) == {float8}  # which takes the place of the other form
     assert taken(10.0) == {float8, other}
     assert taken(10.0, most=90) == {low}
+    assert taken(10.0, most=100) == set()
+    assert taken(10.0, most=1) == {float8, other}, "all that can be"
 
 
 def test_inner_modules_have_their_own_rules() -> None:

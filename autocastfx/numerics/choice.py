@@ -1,4 +1,4 @@
-"""Choose which products run in float8: by what they gain, what their quantised values cost, and their errors. Pure.
+"""Choose by gains and errors: which products run in float8, and how values are kept for backward. Pure.
 
 At a given price of an error this is the selection of projects that share tools, which a minimum cut solves exactly
 (J.-C. Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976): a product is a project,
@@ -25,17 +25,19 @@ _UNITS = 10**12  # of a cut, whose costs are whole numbers: all gains together
 
 @dataclass(frozen=True)
 class Candidate:
-    """A product, or several that a rule names together.
+    """A product, or several that a rule names together; or a form in which values are kept.
 
     Attributes:
-        gain: what it gains in float8, apart from what its operands cost, at least 0.
+        gain: what it gains, apart from what its operands cost, at least 0.
         error: the squared relative error that it makes.
         reads: the quantised values that it needs.
+        key: what a rule says of it; of several candidates with one key, which then read nothing, one at most is chosen.
     """
 
     gain: float
     error: float
     reads: tuple[Hashable, ...] = ()
+    key: object = None
 
 
 Chosen = frozenset[int]
@@ -57,6 +59,10 @@ class Choice:
         """The squared relative error."""
         return sum(self.candidates[i].error for i in chosen)
 
+    def keys(self, chosen: Collection[int]) -> set[object]:
+        """The keys of these products."""
+        return {self.candidates[i].key for i in chosen}
+
     @cached_property
     def _readers(self) -> dict[Hashable, tuple[int, ...]]:
         readers: dict[Hashable, list[int]] = {}
@@ -71,9 +77,11 @@ class Choice:
         if not all_gains:
             return frozenset()
         unit = _UNITS / all_gains
+        order = sorted(enumerate(self.candidates), key=lambda pair: pair[1].gain - price * pair[1].error)
+        best = {i if one.key is None else one.key: (i, one) for i, one in order}  # the last of each key
 
         def terms() -> Iterator[Term]:
-            for i, one in enumerate(self.candidates):
+            for i, one in best.values():
                 yield Term(round(unit * one.gain), (), (i,))
                 yield Term(round(unit * price * one.error), (i,), ())
             for value, readers in self._readers.items():
@@ -123,6 +131,8 @@ class Choice:
             best, move = limit.rank(worth, error), None
             outs, ins = self._near(chosen, needed, worth, error)
             for out, into in itertools.product(_few(outs), _few(ins)):
+                if not self._are_apart(chosen, out, into):
+                    continue
                 more = sum(self.candidates[i].error for i in into) - sum(self.candidates[i].error for i in out)
                 rank = limit.rank(worth + self._gained(out, into, needed), error + more)
                 if rank < best and not _is_close(rank, best):
@@ -130,6 +140,12 @@ class Choice:
             if move is None:
                 return chosen
             chosen = chosen.difference(move[0]).union(move[1])
+
+    def _are_apart(self, chosen: Chosen, out: Sequence[int], into: Sequence[int]) -> bool:
+        """True if after an exchange no two candidates have one key."""
+        keys = [key for i in into if (key := self.candidates[i].key) is not None]
+        others = (self.candidates[i].key for i in chosen.difference(out))
+        return not keys or (len(set(keys)) == len(keys) and set(keys).isdisjoint(others))
 
     def _gained(self, out: Sequence[int], into: Sequence[int], needed: Mapping[Hashable, int]) -> float:
         """The worth gained by taking some products out and putting others in."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autocastfx.numerics.product_choice import Candidate, Choice
+from autocastfx.numerics.choice import Candidate, Choice
 
 Numbers = Callable[[float, float], float]
 
@@ -69,6 +69,20 @@ def test_readers_pay_for_a_value_once() -> None:
     assert both.worth({0, 1}) == 1.0
     apart = Choice([Candidate(2.0, 0.0, ("x",)), Candidate(2.0, 0.0, ("y",))], {"x": 3.0, "y": 3.0})
     assert apart.at(1.0) == frozenset()
+
+
+def test_of_candidates_with_one_key_one_is_chosen() -> None:
+    generator, right = random.Random(3), 0
+    for _ in range(100):
+        numbers = [(generator.uniform(1, 8), 10 ** generator.uniform(-2, 0.5), key) for key in "aabbbcd"]
+        choice = Choice([Candidate(gain, error, (), key) for gain, error, key in numbers], {})
+        most = generator.uniform(0.05, 0.8) * choice.error(range(len(numbers)))
+        for chosen in (choice.at(0.5), choice.most_worth(most)):
+            assert len(choice.keys(chosen)) == len(chosen)
+        subsets = (few for n in range(5) for few in itertools.combinations(range(len(numbers)), n))
+        apart = (few for few in subsets if len(choice.keys(few)) == len(few) and choice.error(few) <= most)
+        right += choice.worth(choice.most_worth(most)) == pytest.approx(max(map(choice.worth, apart)), abs=1e-9)
+    assert right >= 97
 
 
 def test_more_than_all_is_none() -> None:
