@@ -34,10 +34,10 @@ from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, PlannedNode, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
-from autocastfx.policy.float8 import Float8Rule
+from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
-from autocastfx.policy.rule import ModuleRule, Rule
+from autocastfx.policy.rule import Rule
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
@@ -112,19 +112,20 @@ def rule_uses(
     return tuple(_use(rule, tuple(nodes), said) for rule, nodes in sorted(uses, key=lambda use: _order(use[0])))
 
 
-def _decides(rule: Rule | ModuleRule | Float8Rule, node: PlannedNode) -> bool:
+def _decides(rule: Rule[Any], node: PlannedNode) -> bool:
     """True if a node has its category by this rule, or of a rule for float8, products or none."""
-    if not isinstance(rule, Float8Rule):
+    if not isinstance(rule.effect, Float8Settings):
         return node.decision.source == rule.source
-    return node.float8 is not None and rule.covers({node.op}, tuple(path_and_around(node.module)), rule.device)
+    is_inside = not rule.path or any(map(rule.covers, path_and_around(node.module)))
+    return node.float8 is not None and is_inside and (not rule.ops or node.op in rule.ops)
 
 
-def _use(rule: Rule | ModuleRule | Float8Rule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
+def _use(rule: Rule[Any], nodes: tuple[str, ...], said: list[str]) -> RuleUse:
     unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
     return RuleUse(str(rule.source), rule.subject, rule.wanted, nodes, unmatched)
 
 
-def _order(rule: Rule | ModuleRule | Float8Rule) -> tuple[str, int, int]:
+def _order(rule: Rule[Any]) -> tuple[str, int, int]:
     place = rule.source
     return (place.file, place.line, place.column) if isinstance(place, Source) else (str(place), 0, 0)
 

@@ -50,7 +50,8 @@ from autocastfx.options import Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Ranges, mode_of
-from autocastfx.policy.op_list import MatchedRules, OpListLike, load_op_list
+from autocastfx.policy.match import MatchedRules
+from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import (
     match_graph,
@@ -237,7 +238,7 @@ class CompileBackend:
                 UnmatchedRuleWarning,
                 stacklevel=3,
             )
-            lists = replace(lists, saved=())
+            lists = lists.without_saved()
         if given.weights == "cached" and inner != "eager":
             warnings.warn(
                 'weights="cached" has no effect: the compiler behind inner= gets graphs that cast their parameters in '

@@ -115,7 +115,7 @@ class Converter(Settings):
             copies=tuple(_planned_copies(made)),
             error=self.prices.sensitivity.error(parts.effects) if self.prices and parts.is_measured else None,
             quantized=tuple(parts.quantized),
-            saved=choose_saved(made, trained, self.op_list, self.facts, parts.known) if keeps_saved else (),
+            saved=choose_saved(made, trained, settings.matcher, self.facts, parts.known) if keeps_saved else (),
         )
         return ConvertedGraph(made, values, plan)
 

@@ -20,7 +20,7 @@ from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.float8 import Layout, Product
 from autocastfx.policy.op_list import OpList
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.rule import Category, Rule, Runs
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 
@@ -259,7 +259,7 @@ class Decision:
     category: Category
     reason: str
     source: TextPlace | Forced
-    rule: Rule | ModuleRule | TextPlace | None = field(default=None, repr=False, compare=False)
+    rule: Rule[Runs] | TextPlace | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.category}, {self.reason or 'no reason given'} ({self.source})"
@@ -626,7 +626,7 @@ def because_of(entry: PlannedNode | None) -> str:
 # The decision that an op list alone gives a node, and the error of an op that it bans.
 
 
-def decision_by_list(op_list: OpList, rule: Rule | ModuleRule | None) -> Decision:
+def decision_by_list(op_list: OpList, rule: Rule[Runs] | None) -> Decision:
     """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
     if rule is None:
         return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
