@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -185,33 +186,35 @@ def _rules(
         overloads: an op's name may be that of an overload.
         as_one: make one rule for all ops, not one for each.
     """
-    given, rank = entry.child("ops"), entry.child("rank")
+    given, rank, when = (entry.child(key) for key in ("ops", "rank", "when"))
     named = given.as_strings() if ops is None else ops
     path = "" if entry.child("path").is_missing else _pattern(entry.child("path"))
     if not named and not given.is_missing:
         raise given.error("an empty list of ops never matches: leave it out")
-    listed = [(op.op_name(overloads=overloads), op) for op in known(named)]
+    listed = [((op.op_name(overloads=overloads),), op) for op in known(named)]
     if named and not listed:
         return  # without its ops the rule would cover all
-    is_each = listed and not as_one
-    for names, place in [((name,), op) for name, op in listed] if is_each else [({name for name, _ in listed}, entry)]:
-        first = "".join(names) if is_each else ""
-        rule = Rule(
-            ops=tuple(sorted(names)),
+    if as_one or not named:
+        listed = [(tuple(sorted({name for (name,), _ in listed})), entry)]
+    reason, of_all = entry.child("reason").as_text(default=""), 0 if rank.is_missing else rank.as_integer()
+    for (names, place), device in product(listed, _devices(entry.child("devices"))):
+        op = "" if as_one else "".join(names)
+        yield Rule(
+            ops=names,
             path=path,
-            when=_when(first, entry.child("when")),
-            effect=effect(first),
-            reason=entry.child("reason").as_text(default=""),
-            rank=0 if rank.is_missing else rank.as_integer(),
+            when=_when(op, when),
+            device=device,
+            effect=effect(op),
+            reason=reason,
+            rank=of_all,
             source=place.source,
             shipped=place.shipped,
         )
-        yield from (replace(rule, device=device) for device in _devices(entry.child("devices")))
 
 
 def _of_category(entry: Tree, category: Category, *, overloads: bool) -> Iterator[Rule[Runs]]:
     """Yield the rules of an entry: an op name, ``op: {when: …}``, or a group ``{ops: […], reason: …}``."""
-    ops, body = _group(entry) if entry.is_mapping else ((entry,), Tree(None, entry.source))
+    ops, body = _group(entry) if entry.is_mapping else ((entry,), entry.missing)
     return _rules(body, lambda _: Runs(category.value), ops, overloads=overloads)
 
 
