@@ -165,7 +165,14 @@ class Tree:
         return OpListError(message, self.source)
 
     def _at(self, node: yaml.Node) -> Tree:
-        return Tree(node, self.file, self.shipped)
+        tree = Tree(node, self.file, self.shipped)
+        if not node.tag.startswith(STANDARD) or node.tag.startswith(f"{STANDARD}python"):
+            raise tree.error(
+                f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
+            )
+        if node.tag == f"{STANDARD}int" and len(node.value) > _MOST_DIGITS:
+            raise tree.error(f"a number has {len(node.value)} digits. An op list takes {_MOST_DIGITS} at most.")
+        return tree
 
     @property
     def missing(self) -> Tree:
@@ -409,35 +416,9 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         raise OpListError(
             "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start
         )
-    root = Tree(node, shown, shipped)
-    _check_scalars(root)
+    root = Tree(node, shown, shipped)._at(node)
     root.items()
     return root
-
-
-def _check_scalars(root: Tree) -> None:
-    """Refuse tags of other kinds of data, and numbers that Python reads for long.
-
-    Raises:
-        OpListError: there is one; the message names the place.
-    """
-    left, seen = [root.node], set[int]()  # which an alias may reach again
-    while left:
-        node = left.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if not node.tag.startswith(STANDARD) or node.tag.startswith(f"{STANDARD}python"):
-            raise Tree(node, root.file).error(
-                f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
-            )
-        if isinstance(node, yaml.ScalarNode):
-            if node.tag == f"{STANDARD}int" and len(node.value) > _MOST_DIGITS:
-                digits = f"a number has {len(node.value)} digits"
-                raise Tree(node, root.file).error(f"{digits}. An op list takes {_MOST_DIGITS} at most.")
-            continue
-        inside = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-        left += reversed(inside)
 
 
 # Turn Python mappings and lists into the same tree as parsed YAML, so that the same checks apply.
@@ -457,7 +438,6 @@ def tree_of(data: Mapping[str, Any], name: str) -> Tree:
     except RecursionError:
         raise OpListError("this is not an op list: it is nested too deeply.", start) from None
     tree = Tree(root, name)
-    _check_scalars(tree)
     tree.items()
     return tree
 
