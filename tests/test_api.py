@@ -1,4 +1,4 @@
-"""The names that ``autocastfx`` has: few, imported when asked for; those of earlier versions, with a warning."""
+"""The names that ``autocastfx`` has: few, imported when asked for."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def _known(data: Any, kind: type, source: Source) -> None:
     what, keys = _NAMES[kind], [field.name for field in fields(kind) if field.compare]
     if not isinstance(data, dict):
         raise PlanError(f"{what} is an object with keys, not {json.dumps(data)[:40]}.", source)
-    for key in (k for k in data if k not in (*keys, "unverified")):  # which earlier versions wrote
+    for key in (key for key in data if key not in keys):
         raise PlanError(f"{key!r} is no key of {what}{nearest(key, keys)}. Known: {', '.join(keys)}.", source)
 
 

@@ -499,14 +499,14 @@ class Plan:
         for node in data["nodes"]:
             del node["effect"], node["decision"]["rule"]
         for record in (data, *data["nodes"]):
-            for key in ("error", "float8", "quantized", "saved"):  # as in plans of earlier versions
+            for key in ("error", "float8", "quantized", "saved"):  # which few plans have
                 if record.get(key, False) in (None, []):
                     del record[key]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote. Text from before plans had a version is read, too.
+        """The plan that :meth:`to_json` wrote. The version may be missing.
 
         Raises:
             ValueError: the text is no such JSON, or was written by a later autocastfx.
@@ -514,7 +514,6 @@ class Plan:
         try:
             data: dict[str, Any] = parsed_json(text)
             check_version(data.pop("version", _VERSION))
-            data.pop("unverified", None)  # of earlier versions
             return typed_data(cls, data, _READ)
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None

@@ -219,7 +219,7 @@ class Sensitivity:
         del rest["effects"]
         effects = plain_data(self.effects, {float: lambda number: float(f"{number:.4g}")})
         for record, keys in ((rest, ("float8",)), *((effect, ("products", "sizes")) for effect in effects)):
-            for key in (key for key in keys if not record[key]):  # as in files from before float8
+            for key in (key for key in keys if not record[key]):  # which few files have
                 del record[key]
         lines = ",\n".join(json.dumps(effect, ensure_ascii=False) for effect in effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'

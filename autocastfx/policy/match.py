@@ -43,7 +43,7 @@ class Matcher:
         Raises:
             OpListError: two rules fit equally well and contradict each other.
         """
-        fitting = self._fitting(node, Runs)
+        fitting = self._fitting(self._call(node), Runs)
         own = _best([(fit, rule) for fit, rule in fitting if not rule.path], f"node {node.name!r} ")
         is_fixed = own is None or own.category in (Category.KEEP, Category.BAN)
         inside = [(fit, r) for fit, r in fitting if r.path and (r.ops or not (is_fixed and r.category.may_be_low))]
@@ -55,7 +55,7 @@ class Matcher:
         Raises:
             OpListError: two rules fit equally well and contradict each other.
         """
-        outside = [(fit, rule) for fit, rule in self._fitting(node, Runs) if not rule.path]
+        outside = [(fit, rule) for fit, rule in self._fitting(self._call(node), Runs) if not rule.path]
         return _best(outside, f"node {node.name!r} ")
 
     def float8_of(self, node: fx.Node) -> Float8Choice | None:
@@ -67,11 +67,11 @@ class Matcher:
         Raises:
             OpListError: two rules fit equally well and contradict each other.
         """
-        fitting = sorted(self._fitting(node, Float8Settings), key=lambda one: one[0])
+        fitting = self._fitting(self._call(node), Float8Settings) if self.op_list.float8 else ()
         if not fitting:
             return None
         settings: dict[str, Any] = {}
-        speaks = fitting[-1][1]
+        speaks = max(fitting, key=lambda one: one[0])[1]
         for name in dict.fromkeys(name for _, rule in fitting for name in rule.effect.given):
             giving = [(fit, rule) for fit, rule in fitting if name in rule.effect.given]
             if (best := _best(giving, says=lambda rule, name=name: rule.effect.given[name])) is not None:
@@ -81,17 +81,20 @@ class Matcher:
 
     def saved_of(self, node: fx.Node) -> Rule[Keep] | None:
         """Return the rule on how what ``node`` gives is kept for backward; None if there is none."""
-        return _best(self._fitting(node, Keep))
+        return _best(self._fitting(self._call(node), Keep)) if self.op_list.saved else None
 
     def matching(self, node: fx.Node, *kinds: type[Any]) -> Iterator[Rule[Any]]:
         """Yield every rule of these kinds that applies to ``node``, also those that lose to another."""
-        yield from (rule for kind in kinds for _, rule in self._fitting(node, kind))
+        call = self._call(node)
+        yield from (rule for kind in kinds for _, rule in self._fitting(call, kind))
 
-    def _fitting(self, node: fx.Node, kind: type[Effect]) -> _Fitting[Effect]:
-        """Return the rules with an effect of this kind that fit ``node``."""
-        table = self.op_list.by_op
+    def _call(self, node: fx.Node) -> Call:
         names = [listed for name in self._names(node) for listed in self.op_list.names_of(name)]
-        call = Call(node, {name: place for place, name in reversed([*enumerate(names)])}, self.device)
+        return Call(node, {name: place for place, name in reversed([*enumerate(names)])}, self.device)
+
+    def _fitting(self, call: Call, kind: type[Effect]) -> _Fitting[Effect]:
+        """Return the rules with an effect of this kind that fit a node."""
+        table = self.op_list.by_op
         rules = {id(rule): rule for name in (*call.names, "") for rule in table.get((kind, name), ())}
         fits = ((rule.fit(call), rule) for rule in rules.values())
         return [((fit, rule.rank), rule) for fit, rule in fits if fit is not None]
@@ -122,7 +125,7 @@ def _best(
         OpListError: two fit equally well and contradict each other.
     """
     most = max((fit for fit, _ in fitting), default=None)
-    first, *others = sorted((rule for fit, rule in fitting if fit == most), key=_place) or [None]
+    first, *others = sorted((rule for fit, rule in fitting if fit == most), key=by_place) or [None]
     for other in others:
         if first is not None and other is not None and says(other) != says(first):
             way_out = "a narrower path, or a higher 'rank'" if first.path else "a further condition"
@@ -134,7 +137,7 @@ def _best(
     return first
 
 
-def _place(rule: Rule[Any]) -> tuple[str, int, int, str, str]:
+def by_place(rule: Rule[Any]) -> tuple[str, int, int, str, str]:
     """Sort key: by file, then by line."""
     match rule.source:
         case Source(file, line, column):
@@ -187,7 +190,7 @@ class MatchedRules:
         """
         own = [r for r in self.op_list.lines.values() if not r.shipped and r.device in self._devices]
         left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
-        return tuple(map(self._said, sorted(left, key=_place)))
+        return tuple(map(self._said, sorted(left, key=by_place)))
 
     def _said(self, rule: Rule[Any]) -> str:
         place = f"{rule.source}: " if rule.source else ""

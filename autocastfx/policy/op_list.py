@@ -259,11 +259,8 @@ class OpList:
     @cached_property
     def rules(self) -> Mapping[str, Rule[Runs]]:
         """The rules that hold for every call on every device, by op name."""
-        return MappingProxyType({op: rule for (op, device), rule in self._plain.items() if not device})
-
-    @cached_property
-    def _plain(self) -> Mapping[tuple[str, str], Rule[Runs]]:
-        return {(r.ops[0], r.device): r for r in self._every(Runs) if not (r.path or r.when)}
+        plain = (rule for rule in self._every(Runs) if not (rule.path or rule.when or rule.device))
+        return MappingProxyType({rule.ops[0]: rule for rule in plain})
 
     @cached_property
     def by_op(self) -> Mapping[tuple[type, str], Sequence[Rule[Any]]]:
@@ -291,8 +288,8 @@ class OpList:
 
     def rule(self, op: str, device: str = "") -> Rule[Runs] | None:
         """Return the rule without conditions for ``op`` on ``device``; None if no name of it is listed."""
-        keys = ((name, on) for name in self.names_of(op) for on in (device, ""))
-        return next((self._plain[key] for key in keys if key in self._plain), None)
+        keys = ((Runs, (name,), "", (), on) for name in self.names_of(op) for on in (device, ""))
+        return next((self.lines[key] for key in keys if key in self.lines), None)
 
     def keeps(self, op: str) -> KeptArgs:
         """Return the arguments of ``op`` that stay float32, with the place that says so."""
@@ -309,8 +306,8 @@ class OpList:
 
     def demand(self, op: str) -> Rule[Demand] | None:
         """Return the demand of ``op``; None if it has none, or a later list lifted it."""
-        listed = (rule for name in self.names_of(op) for rule in self.by_op.get((Demand, name), ()))
-        rule = next(listed, None)
+        keys = ((Demand, (name,), "", (), "") for name in self.names_of(op))
+        rule = next((self.lines[key] for key in keys if key in self.lines), None)
         return None if rule is None or rule.effect.through == "nothing" else rule
 
     def merged(self, later: OpList) -> OpList:

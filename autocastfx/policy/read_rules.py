@@ -448,7 +448,7 @@ def laid_over(earlier: Mapping[RuleKey, Rule[Any]], later: Mapping[RuleKey, Rule
     """Merge two lists' rules: later ones get higher ranks, and are laid over earlier ones of the same key."""
     above = 1 + max((rule.rank for rule in earlier.values()), default=-1)
     raised = {key: replace(rule, rank=rule.rank + above) if rule.path else rule for key, rule in later.items()}
-    return {**earlier, **{key: rule.over(earlier.get(key, rule)) for key, rule in raised.items()}}
+    return {**earlier, **raised, **{key: raised[key].over(earlier[key]) for key in earlier.keys() & raised.keys()}}
 
 
 def limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:

@@ -204,6 +204,8 @@ def test_the_most_specific_rule_wins_and_then_the_later() -> None:
     wide, narrow = {"keep": "recompute"}, {"keep": "float8", "ops": ["gelu"]}
     for rules in ([wide, narrow], [narrow, wide]):
         assert {one.op: one for one in plan_of(Mlp(), X, saved=rules).saved}["gelu"].keep is Keep.FLOAT8
+    lists = ["default", OpList.of({"saved": [narrow]})]
+    assert {one.op: one for one in plan_of(Mlp(), X, op_list=lists).saved}["gelu"].keep is Keep.FLOAT8
     other = {**narrow, "keep": "computed"}
     assert {one.op: one for one in plan_of(Mlp(), X, saved=[narrow, other]).saved}["gelu"].keep is Keep.COMPUTED
     elsewhere = [wide, {**narrow, "devices": "meta"}]
