@@ -13,7 +13,7 @@ from autocastfx.capture.tidy import no_op_source
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin, stand_for
-from autocastfx.graph.walk import converted_inside, values_given
+from autocastfx.graph.walk import converted_inside, key_of, values_given
 from autocastfx.passes.align import Align
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
@@ -39,7 +39,6 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
 )
-from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import Signature, added, rms
 from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import saturating_cast

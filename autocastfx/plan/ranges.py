@@ -11,27 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torch import fx
-
 from autocastfx.errors import CalibrationError, Source, UnknownNameError
 from autocastfx.files import json_places, parsed_json, read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
-from autocastfx.graph.names import op_name
-from autocastfx.graph.node import module_path
+from autocastfx.graph.walk import MODES, Key
 
 VERSION = 2
-MODES = ("train", "eval")
-Key = tuple[str, str, str]  # name of the node, its op, the path of its module
-
-
-def key_of(node: fx.Node, prefix: str = "") -> Key:
-    """Return a key that finds the node in another capture of the same model. ``prefix`` names its sub-graph."""
-    return prefix + node.name, op_name(node), module_path(node)
-
-
-def mode_of(training: Iterable[bool]) -> str:
-    """Return ``"train"`` if any of the modules' training flags is set, else ``"eval"``."""
-    return MODES[0] if any(training) else MODES[1]
 
 
 @dataclass(frozen=True)

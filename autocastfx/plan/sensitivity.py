@@ -13,7 +13,8 @@ from typing import Any
 
 from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
-from autocastfx.plan.ranges import MODES, Key, MeasuredNode, each_once, in_mode
+from autocastfx.graph.walk import MODES, Key
+from autocastfx.plan.ranges import MeasuredNode, each_once, in_mode
 
 VERSION = 1
 TARGETS = ("gradient", "output")
