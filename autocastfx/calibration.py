@@ -19,7 +19,8 @@ from autocastfx.capture.leave_intact import isolated, set_modes
 from autocastfx.capture.measure import measured_run
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.errors import ArgumentError, CalibrationError, UnsupportedError
-from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
+from autocastfx.graph.walk import Key, mode_of
+from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.captures import CapturedGraph, Captures

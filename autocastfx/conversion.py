@@ -134,8 +134,9 @@ def convert(
         saved: how values are kept for backward in eager training; forward does not change. ``"as computed"``, unless
             ``op_list`` has rules; ``"recompute"``: what cheap ops (norms, activations, dropout, casts) give again is
             not kept, and gradients are the same to the bit; ``"low"``: float32 values in bfloat16; ``"float8"``: in
-            e4m3, with a scale for each row; or entries as under ``saved`` of an op list. :func:`tune` chooses value
-            by value. A compiler decides itself what to keep and recompute, so ``torch.compile`` ignores this.
+            e4m3, with a scale for each row; or entries as under ``saved`` of an op list. Narrower rules of ``op_list``
+            win. :func:`tune` chooses value by value. A compiler decides itself what to keep and recompute, so
+            ``torch.compile`` ignores this.
         check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.

@@ -15,6 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+import yaml
+
+from autocastfx.errors import Source
+
 # Read text files with clear errors, and write them whole or not at all.
 
 
@@ -113,6 +117,22 @@ def parsed_json(text: str) -> Any:
         if not level:
             return data
     raise _too_deep(text)
+
+
+def json_places(text: str, file: str, *path: str | int) -> tuple[Source, ...]:
+    """Return the places of the value at ``path`` in right JSON text, and of its members if it is a list.
+
+    YAML's parser reads JSON too, and keeps places.
+    """
+    plain = re.sub(r"\\.|[^\n -~]", lambda match: " " * len(match[0]), text)  # without what YAML reads otherwise
+    node: Any = yaml.compose(plain, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    for step in path:
+        if isinstance(node, yaml.MappingNode):
+            node = {key.value: value for key, value in node.value}.get(step, node)
+        else:
+            node = node.value[step]
+    marks = [one.start_mark for one in (node, *(node.value if isinstance(node, yaml.SequenceNode) else ()))]
+    return tuple(Source(file, mark.line + 1, mark.column + 1) for mark in marks)
 
 
 def _children(held: Any) -> list[Any]:

@@ -146,7 +146,7 @@ def refuse_unpredicted(converter: Converter, float8: str) -> None:
             f"the op list {converter.op_list.name} follows torch.autocast's dispatch, op by op inside of what a "
             "sensitivity measures whole: give another op_list. tune takes the name of such a list as its budget."
         )
-    if not float8 and any(rule.products != () for rule in converter.op_list.float8):
+    if not float8 and any(rule.effect.products != () for rule in converter.op_list.float8):
         raise UnsupportedError(
             f"the op list {converter.op_list.name} asks for float8, and a sensitivity measures 16 bits alone: what it "
             "predicts would be too small. Measure it with float8=…, in the list's recipe, or give another list."

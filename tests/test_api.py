@@ -1,4 +1,4 @@
-"""The names that ``autocastfx`` has: few, imported when asked for; those of earlier versions, with a warning."""
+"""The names that ``autocastfx`` has: few, imported when asked for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RETURNED = {
     "plan.plan_diff": "Difference PlanDiff",
     "plan.ranges": "Range",
     "plan.sensitivity": "Effect",
-    "policy.rule": "Category ModuleRule Rule",
+    "policy.rule": "Category Rule Runs Selector",
     "policy.write_list": "Change",
     "report.comparison": "Beginning ComparedNode ComparedParameter ComparedVariant Deviation",
     "report.compiled_graph": "CompiledGraph",

@@ -47,7 +47,7 @@ def test_the_code_prints_what_is_shown(printed: dict[int, str]) -> None:
 def test_the_lists_shown_are_right(folder: Path) -> None:
     lists = {path.stem: load_op_list(path) for path in folder.glob("*.yaml") if path.stem != "wrong"}
     assert set(lists) == {"mine", "conditions", "demands", "modules", "more"}
-    assert len(lists["conditions"].conditional) == len(load_op_list("bfloat16").conditional) + 4
+    assert len(lists["conditions"].lines) == len(load_op_list("bfloat16").lines) + 4
 
 
 @pytest.mark.parametrize(

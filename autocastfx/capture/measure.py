@@ -15,8 +15,7 @@ from autocastfx.capture.captured import Captured
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude, read_magnitudes
 from autocastfx.graph.node import NodeRun, attribute, recomputed
-from autocastfx.graph.walk import is_converted_inside
-from autocastfx.plan.ranges import Key, key_of
+from autocastfx.graph.walk import Key, is_converted_inside, key_of
 
 _Seen = list[tuple[Key, Measured]]
 

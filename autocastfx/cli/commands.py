@@ -26,7 +26,7 @@ from autocastfx.capture.call import conversion_is_off, device_of
 from autocastfx.cli.model import converted, given_model, given_options, load_inputs
 from autocastfx.conversion import convert
 from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
-from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWarning, listed
+from autocastfx.errors import ModelSpecError, PlanError, UnmatchedRuleWarning, listed
 from autocastfx.files import check_writable, plain_data, read_whole, replacing, write_whole
 from autocastfx.graph.node import path_and_around
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
@@ -34,10 +34,11 @@ from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, PlannedNode, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
-from autocastfx.policy.float8 import Float8Rule
+from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
+from autocastfx.policy.match import by_place
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
-from autocastfx.policy.rule import ModuleRule, Rule
+from autocastfx.policy.rule import Rule
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
@@ -108,25 +109,20 @@ def rule_uses(
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", plans[0].device)]
     for text in (text for text in said if not any(text.startswith(f"{rule.source}: ") for rule in own)):
         warnings.warn(text, UnmatchedRuleWarning, stacklevel=2)
-    uses = [(rule, dict.fromkeys(n.name for p in plans for n in p.nodes if _decides(rule, n))) for rule in own]
-    return tuple(_use(rule, tuple(nodes), said) for rule, nodes in sorted(uses, key=lambda use: _order(use[0])))
+    uses: list[RuleUse] = []
+    for rule in sorted(own, key=by_place):
+        nodes = tuple(dict.fromkeys(n.name for p in plans for n in p.nodes if _decides(rule, n)))
+        unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
+        uses.append(RuleUse(str(rule.source), rule.subject, rule.wanted, nodes, unmatched))
+    return tuple(uses)
 
 
-def _decides(rule: Rule | ModuleRule | Float8Rule, node: PlannedNode) -> bool:
+def _decides(rule: Rule[Any], node: PlannedNode) -> bool:
     """True if a node has its category by this rule, or of a rule for float8, products or none."""
-    if not isinstance(rule, Float8Rule):
+    if not isinstance(rule.effect, Float8Settings):
         return node.decision.source == rule.source
-    return node.float8 is not None and rule.covers({node.op}, tuple(path_and_around(node.module)), rule.device)
-
-
-def _use(rule: Rule | ModuleRule | Float8Rule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
-    unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
-    return RuleUse(str(rule.source), rule.subject, rule.wanted, nodes, unmatched)
-
-
-def _order(rule: Rule | ModuleRule | Float8Rule) -> tuple[str, int, int]:
-    place = rule.source
-    return (place.file, place.line, place.column) if isinstance(place, Source) else (str(place), 0, 0)
+    is_inside = not rule.path or any(map(rule.covers, path_and_around(node.module)))
+    return node.float8 is not None and is_inside and (not rule.ops or node.op in rule.ops)
 
 
 # Examine this machine for mixed precision: versions, devices, and ops without a 16-bit kernel.

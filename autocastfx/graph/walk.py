@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from autocastfx.graph.alias import aliased
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import all_names, attributes_of, recomputed, subgraphs
+from autocastfx.graph.node import all_names, attributes_of, module_path, recomputed, subgraphs
 
 # Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
@@ -107,3 +107,19 @@ def walk(
             inner_attributes = attributes_of(module, module.graph)
             sources = {**outer, **values_given(node, module.graph)}
             yield from walk(module.graph, inner_attributes, f"{prefix}{target.rpartition('.')[2]}/", sources)
+
+
+# Find a node again in another capture of the same model.
+
+MODES = ("train", "eval")
+Key = tuple[str, str, str]  # name of the node, its op, the path of its module
+
+
+def key_of(node: fx.Node, prefix: str = "") -> Key:
+    """Return a key that finds the node in another capture of the same model. ``prefix`` names its sub-graph."""
+    return prefix + node.name, op_name(node), module_path(node)
+
+
+def mode_of(training: Iterable[bool]) -> str:
+    """Return ``"train"`` if any of the modules' training flags is set, else ``"eval"``."""
+    return MODES[0] if any(training) else MODES[1]

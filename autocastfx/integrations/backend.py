@@ -41,7 +41,7 @@ from autocastfx.graph.cell import table
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
-from autocastfx.graph.walk import all_nodes, names_stood_for
+from autocastfx.graph.walk import all_nodes, mode_of, names_stood_for
 from autocastfx.integrations.checked_copies import check_capture, converted_copies
 from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
@@ -49,8 +49,9 @@ from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_
 from autocastfx.options import Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
-from autocastfx.plan.ranges import Ranges, mode_of
-from autocastfx.policy.op_list import MatchedRules, OpListLike, load_op_list
+from autocastfx.plan.ranges import Ranges
+from autocastfx.policy.match import MatchedRules
+from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import (
     match_graph,
@@ -237,7 +238,7 @@ class CompileBackend:
                 UnmatchedRuleWarning,
                 stacklevel=3,
             )
-            lists = replace(lists, saved=())
+            lists = lists.without_saved()
         if given.weights == "cached" and inner != "eager":
             warnings.warn(
                 'weights="cached" has no effect: the compiler behind inner= gets graphs that cast their parameters in '

@@ -16,11 +16,11 @@ import torch
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name
+from autocastfx.graph.walk import Key, mode_of
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
-from autocastfx.plan.ranges import Key, mode_of
 from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature, added
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category

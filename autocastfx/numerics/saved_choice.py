@@ -230,7 +230,7 @@ def _within(options: Sequence[SavedOption], error: float, least: float | None) -
 
 
 def _entries(groups: Mapping[Group, object], chosen: Sequence[SavedOption]) -> tuple[Mapping[str, Any], ...]:
-    """The rules of a choice: the outer modules' first, for the last one that fits counts."""
+    """The rules of a choice, the outer modules' first."""
     keeps = {option.group: option.keep for option in chosen}
     ops = {op for _, op in keeps}
     entries: list[Mapping[str, Any]] = [_ALL]

@@ -18,6 +18,7 @@ from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert
 from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.graph.names import op_name
+from autocastfx.graph.walk import mode_of
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
@@ -27,7 +28,6 @@ from autocastfx.numerics.segments import derivable
 from autocastfx.options import refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Prices
-from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
 from autocastfx.policy.float8 import recipe_of
 from autocastfx.policy.op_list import OpListLike

@@ -372,7 +372,7 @@ def _check_products(low: torch.dtype, device: torch.device, op_list: OpList) -> 
             f"{dtype_name(low)} gradients are multiplied by a loss scale, which float8 does not take: tune with "
             "dtype='bfloat16', or without float8."
         )
-    if (why := missing_products(device)) and not any(rule.emulate for rule in op_list.float8):
+    if (why := missing_products(device)) and not any(rule.effect.emulate for rule in op_list.float8):
         raise UnsupportedError(
             f"{device} has no float8 products: {why}. Tune without float8, or from a list that says emulate: true."
         )

@@ -37,8 +37,9 @@ from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced, decision_by_list, refuse_banned
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import Matcher, OpList
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 
 _CASTS = ("to", "_to_copy", "type_as")
 _INTEGERS = {torch.int16, torch.int32, torch.int64}  # 16 bits hold all smaller ones
@@ -147,7 +148,7 @@ class Classifier:
             return Decision(Category.KEEP, "makes float32 values from none", Forced.NOT_FLOAT32)
         if op_name(node) in _CASTS:
             return self._user_cast(node, listed)
-        if isinstance(rule, Rule) and rule.shipped:  # a person who names the op means its squares, too
+        if rule is not None and not rule.path and rule.shipped:  # a person who names the op means its squares, too
             listed = self._square(node, listed)
         if listed.category.is_fixed:
             return listed
@@ -157,17 +158,18 @@ class Classifier:
         if (rule is None or rule.shipped) and (forced := self._adds(node)):
             return forced
         if listed.category.is_low:
+            of_module = rule is not None and bool(rule.path)  # by which a person asks for it, whatever it is
             checks = [self._whole_operand, self._distance]
-            for check in checks if isinstance(rule, ModuleRule) else [self._island, *checks]:
+            for check in checks if of_module else [self._island, *checks]:
                 if forced := check(node):
                     return forced
-            if not isinstance(rule, ModuleRule):  # by which a person asks for it, whatever it is
+            if not of_module:
                 listed = self._product(node, listed)
         if listed.category.is_free and (forced := self._meets_integers(node)):
             return forced
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
-        asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
+        asked_low = rule is not None and rule.wanted == "low"  # by a person who saw no number
         if (listed.category.is_free or asked_low) and (forced := self._number(node)):
             return forced
         return self._wide(node, listed, wide, hidden) or listed

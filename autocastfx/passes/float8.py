@@ -26,7 +26,16 @@ from autocastfx.graph.node import (
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, In16Bits, NoFloat8, PlannedFloat8, Precision, WhyNoFloat8
-from autocastfx.policy.float8 import E4M3, MULTIPLE, OPERANDS, RECIPES, Float8Choice, Layout, Operands, Product
+from autocastfx.policy.float8 import (
+    E4M3,
+    MULTIPLE,
+    OPERANDS,
+    RECIPES,
+    Float8Choice,
+    Layout,
+    Operands,
+    Product,
+)
 from autocastfx.runtime.operators.float8 import float8_linear, missing_products, quantize
 
 # Refuse float8 rules that a whole conversion cannot follow.
@@ -43,7 +52,8 @@ def check_float8(settings: Settings, device: torch.device) -> None:
         OpListError: gradients would be float16, or the list follows torch.autocast's dispatch; with the rule's place.
         UnsupportedError: the model is 16-bit already, or the device has no float8 products.
     """
-    wanted = [r for r in settings.op_list.float8 if r.products != () and r.device in ("", device.type)]
+    own = settings.op_list.float8
+    wanted = [r for r in own if r.effect.products != () and r.device in ("", device.type)]
     if not wanted:
         return
     name, rule = settings.op_list.name, wanted[0]
@@ -57,14 +67,14 @@ def check_float8(settings: Settings, device: torch.device) -> None:
             f"{rule.subject!r} cannot be in the list {name}, which follows torch.autocast's dispatch: extend another.",
             rule.source,
         )
-    backward = next((r for r in wanted if r.products is None or r.products != (Product.OUTPUT,)), None)
+    backward = next((r for r in wanted if r.effect.products != (Product.OUTPUT,)), None)
     if settings.low != torch.bfloat16 and backward is not None:
         raise OpListError(
             f"{backward.subject!r} asks for float8 in backward, and {settings.low_name} gradients are multiplied by a "
             "loss scale, which float8 does not take: convert with dtype='bfloat16', or write products: [output].",
             backward.source,
         )
-    real = next((r for r in wanted if not r.emulate), None)
+    real = next((r for r in wanted if not r.effect.emulate), None)
     if real is not None and (why := missing_products(device)):
         raise UnsupportedError(
             f"{real.source}: {real.subject!r} needs float8 products, and {device} has none: {why}. Leave float8 out, "
@@ -88,7 +98,7 @@ class _Deciding:
             operands = OPERANDS.get(self.state.ops[node])
             if operands is None or placement.run is Precision.CAPTURED:
                 continue
-            choice = self.settings.op_list.float8_of(node, self.settings.device)
+            choice = self.settings.matcher.float8_of(node)
             if choice is None:
                 yield node, _none(Float8Choice(), NoFloat8.NO_RULE.because())
             elif choice.products and (why := self._why_not(node, operands, choice)) is not None:

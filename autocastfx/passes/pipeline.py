@@ -13,7 +13,7 @@ from autocastfx.capture.tidy import no_op_source
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin, stand_for
-from autocastfx.graph.walk import converted_inside, values_given
+from autocastfx.graph.walk import converted_inside, key_of, values_given
 from autocastfx.passes.align import Align
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
@@ -39,7 +39,6 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
 )
-from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import Signature, added, rms
 from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import saturating_cast
@@ -115,7 +114,7 @@ class Converter(Settings):
             copies=tuple(_planned_copies(made)),
             error=self.prices.sensitivity.error(parts.effects) if self.prices and parts.is_measured else None,
             quantized=tuple(parts.quantized),
-            saved=choose_saved(made, trained, self.op_list, self.facts, parts.known) if keeps_saved else (),
+            saved=choose_saved(made, trained, settings.matcher, self.facts, parts.known) if keeps_saved else (),
         )
         return ConvertedGraph(made, values, plan)
 

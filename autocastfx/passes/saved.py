@@ -23,7 +23,7 @@ from autocastfx.passes.analysis.units import listed_category, only_moves
 from autocastfx.passes.state import Classification
 from autocastfx.plan.plan import Forced, PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import OpList
+from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category
 from autocastfx.policy.saved import Keep
 from autocastfx.runtime.saved import FORMS, as_it_is, row_dim
@@ -133,7 +133,7 @@ def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
 
 
 def choose_saved(
-    graph: fx.Graph, trained: Mapping[str, bool], op_list: OpList, facts: KernelFacts, known: Classification
+    graph: fx.Graph, trained: Mapping[str, bool], matcher: Matcher, facts: KernelFacts, known: Classification
 ) -> tuple[PlannedSaved, ...]:
     """Decide how each value that backward reads is kept.
 
@@ -144,7 +144,7 @@ def choose_saved(
     Args:
         graph: rewritten, with abstract values; not changed.
         trained: whether each parameter requires a gradient, by target; buffers are not among them.
-        op_list: has the rules.
+        matcher: has the rules.
         facts: name the ops that may run again.
         known: the decisions on the graph.
 
@@ -152,9 +152,9 @@ def choose_saved(
         A part of the plan for each value that is kept in another way, in the graph's order; none if the graph runs code
         that may do anything.
     """
-    if not op_list.saved or any(map(is_opaque, graph.nodes)):
+    if not matcher.op_list.saved or any(map(is_opaque, graph.nodes)):
         return ()
-    return _Choice(graph, find_saves(graph, trained), op_list, facts, known, trained.keys()).planned()
+    return _Choice(graph, find_saves(graph, trained), matcher, facts, known, trained.keys()).planned()
 
 
 class _Choice:
@@ -164,14 +164,14 @@ class _Choice:
         self,
         graph: fx.Graph,
         saves: Saves,
-        op_list: OpList,
+        matcher: Matcher,
         facts: KernelFacts,
         known: Classification,
         parameters: Set[str],
     ) -> None:
-        self.graph, self.saves, self.op_list, self.facts = graph, saves, op_list, facts
+        self.graph, self.saves, self.op_list, self.facts = graph, saves, matcher.op_list, facts
         self.known, self.parameters, self.written = known, parameters, saves.written
-        self.rules = {node: rule for node in graph.nodes if (rule := op_list.saved_of(node)) is not None}
+        self.rules = {node: rule for node in graph.nodes if (rule := matcher.saved_of(node)) is not None}
         self.outputs = {saves.root(node) for node in graph.output_node().all_input_nodes}
         self.pinned: set[fx.Node] = set()  # not to be run again
         any_size, masking = self._may_hold()
@@ -234,7 +234,7 @@ class _Choice:
 
     def _exact(self, any_size: Mapping[fx.Node, fx.Node]) -> dict[fx.Node | None, str]:
         """Why values may not be rounded: themselves, or for ops that read them and run in float32 for numbers' sake."""
-        asked = {*_OF_NUMBERS, *(one.source for one in self.op_list.demands.values() if one.source is not None)}
+        asked = {*_OF_NUMBERS, *(one.source for one in self.op_list.demands if one.source is not None)}
         reasons = {
             node: one.reason or "it needs all digits"
             for node, one in self.known.decisions.items()
@@ -293,7 +293,7 @@ class _Choice:
 
     def _may_run_for_inside(self, node: fx.Node) -> bool:
         rule = self.rules.get(node)
-        by_rule = rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node)
+        by_rule = rule is not None and rule.effect is Keep.RECOMPUTE and self._is_cheap(node)
         is_large = self._inside_bytes(node) >= _LEAST
         return by_rule and is_large and not draws_random_numbers(node) and not self._reads_written(node)
 
@@ -323,7 +323,7 @@ class _Choice:
     ) -> PlannedSaved:
         rule = self.rules.get(node)
         said = " ".join(filter(None, (rule.reason, f"({rule.source})" if rule.source else ""))) if rule else ""
-        is_asked = keep is not Keep.COMPUTED or (rule is not None and rule.keep is keep)
+        is_asked = keep is not Keep.COMPUTED or (rule is not None and rule.effect is keep)
         return PlannedSaved(
             *(node.name, op_name(node), module_path(node), keep, before, kept),
             readers=tuple(reader.name for reader in readers),
@@ -346,15 +346,15 @@ class _Choice:
             return "an input or output of the model, which the caller has"
         if not self._may_change(node):
             return "it is written into, or holds no numbers to change"
-        if rule.keep is not Keep.RECOMPUTE and node in self.exact:
+        if rule.effect is not Keep.RECOMPUTE and node in self.exact:
             return f"it may not be rounded: {self.exact[node]}"
-        if rule.keep is Keep.RECOMPUTE:
+        if rule.effect is Keep.RECOMPUTE:
             return "recomputing it would keep more bytes" if self._is_cheap(node) else f"{op_name(node)} is not cheap"
-        return f"{rule.keep.value} is not smaller"
+        return f"{rule.effect.value} is not smaller"
 
     def _form(self, node: fx.Node) -> Keep:
         """The form in which a value that is kept is kept."""
-        keep = self.rules[node].keep if node in self.rules else Keep.COMPUTED
+        keep = self.rules[node].effect if node in self.rules else Keep.COMPUTED
         return keep if any(size.keep is keep for size in self._smaller(node)) else Keep.COMPUTED
 
     def _smaller(self, node: fx.Node) -> tuple[SavedSize, ...]:
@@ -402,7 +402,7 @@ class _Choice:
         if draws_random_numbers(node) and not (node in self.saves.inside and self._redraws(node)):
             return False
         rule = self.rules.get(node)
-        return rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node) and self._may_change(node)
+        return rule is not None and rule.effect is Keep.RECOMPUTE and self._is_cheap(node) and self._may_change(node)
 
     def _reads_written(self, node: fx.Node) -> bool:
         """True for an op that reads what is written into, or a float buffer, which batch norm writes into unseen."""
@@ -417,7 +417,7 @@ class _Choice:
 
     def _redraws(self, node: fx.Node) -> bool:
         rule = self.rules.get(node)
-        by_rule = rule is not None and rule.keep is Keep.RECOMPUTE
+        by_rule = rule is not None and rule.effect is Keep.RECOMPUTE
         return by_rule and draws_random_numbers(node) and self._is_cheap(node) and self._is_large(node)
 
     def _term(self, node: fx.Node) -> Term:

@@ -26,7 +26,8 @@ from autocastfx.plan.edited_plan import EditedPlan
 from autocastfx.plan.plan import Decision, Placement, PlannedFloat8, Precision, Prices, Recomposed, Traffic
 from autocastfx.plan.ranges import Ranges
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import Matcher, OpList
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
 

@@ -13,7 +13,6 @@ usual. The casts of the file are not read; they follow from the placements.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autocastfx.errors import ArgumentTypeError, KeyPath, PlanError, Source, TextPlace
-from autocastfx.files import parsed_json, read_whole
+from autocastfx.files import json_places, parsed_json, read_whole
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_member, module_path
 from autocastfx.plan.plan import Cause, Decision, Placement, Plan, PlannedNode, Precision, Why, check_version
@@ -286,33 +285,8 @@ def _parsed(text: str, file: str) -> Iterator[Line]:
     _known(data, Plan, start)
     if not isinstance(data.get("nodes"), list):
         raise PlanError("a plan has the key 'nodes' with a list of nodes.", start)
-    for offset, value in _members(text):
-        before = text[:offset]
-        yield _line(value, Source(file, before.count("\n") + 1, offset - before.rfind("\n")))
-
-
-def _members(text: str) -> Iterator[tuple[int, Any]]:
-    """The members of ``nodes`` in the text of a JSON object, with their offsets. The text is known to be right."""
-    decoder, space = json.JSONDecoder(), re.compile(r"[\s,:]*")
-
-    def after(offset: int) -> int:
-        gap = space.match(text, offset)
-        return gap.end() if gap else offset
-
-    at, last = after(after(0) + 1), list[tuple[int, Any]]()
-    while text[at] != "}":
-        key, at = decoder.raw_decode(text, at)
-        at = after(at)
-        if key != "nodes":
-            at = after(decoder.raw_decode(text, at)[1])
-            continue
-        at, last = after(at + 1), []
-        while text[at] != "]":
-            value, end = decoder.raw_decode(text, at)
-            last.append((at, value))
-            at = after(end)
-        at = after(at + 1)
-    yield from last
+    places = json_places(text, file, "nodes")
+    yield from (_line(value, place) for value, place in zip(data["nodes"], places[1:], strict=True))
 
 
 Word = TypeVar("Word", bound=Enum)
@@ -346,7 +320,7 @@ def _known(data: Any, kind: type, source: Source) -> None:
     what, keys = _NAMES[kind], [field.name for field in fields(kind) if field.compare]
     if not isinstance(data, dict):
         raise PlanError(f"{what} is an object with keys, not {json.dumps(data)[:40]}.", source)
-    for key in (k for k in data if k not in (*keys, "unverified")):  # which earlier versions wrote
+    for key in (key for key in data if key not in keys):
         raise PlanError(f"{key!r} is no key of {what}{nearest(key, keys)}. Known: {', '.join(keys)}.", source)
 
 

@@ -20,7 +20,7 @@ from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.float8 import Layout, Product
 from autocastfx.policy.op_list import OpList
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.rule import Category, Rule, Runs
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 
@@ -259,7 +259,7 @@ class Decision:
     category: Category
     reason: str
     source: TextPlace | Forced
-    rule: Rule | ModuleRule | TextPlace | None = field(default=None, repr=False, compare=False)
+    rule: Rule[Runs] | TextPlace | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.category}, {self.reason or 'no reason given'} ({self.source})"
@@ -499,14 +499,14 @@ class Plan:
         for node in data["nodes"]:
             del node["effect"], node["decision"]["rule"]
         for record in (data, *data["nodes"]):
-            for key in ("error", "float8", "quantized", "saved"):  # as in plans of earlier versions
+            for key in ("error", "float8", "quantized", "saved"):  # which few plans have
                 if record.get(key, False) in (None, []):
                     del record[key]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote. Text from before plans had a version is read, too.
+        """The plan that :meth:`to_json` wrote. The version may be missing.
 
         Raises:
             ValueError: the text is no such JSON, or was written by a later autocastfx.
@@ -514,7 +514,6 @@ class Plan:
         try:
             data: dict[str, Any] = parsed_json(text)
             check_version(data.pop("version", _VERSION))
-            data.pop("unverified", None)  # of earlier versions
             return typed_data(cls, data, _READ)
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None
@@ -626,7 +625,7 @@ def because_of(entry: PlannedNode | None) -> str:
 # The decision that an op list alone gives a node, and the error of an op that it bans.
 
 
-def decision_by_list(op_list: OpList, rule: Rule | ModuleRule | None) -> Decision:
+def decision_by_list(op_list: OpList, rule: Rule[Runs] | None) -> Decision:
     """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
     if rule is None:
         return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autocastfx.errors import TextPlace
 from autocastfx.plan.plan import PlannedNode, Precision, Why
-from autocastfx.policy.rule import ModuleRule, Rule
+from autocastfx.policy.rule import Rule
 
 
 def proposed_list(nodes: Sequence[PlannedNode], category: str) -> str:
@@ -36,7 +36,7 @@ def rules_over(nodes: Iterable[PlannedNode]) -> tuple[tuple[str, ...], Mapping[t
     for node in nodes:
         if node.module or is_narrow(node):
             rule = node.decision.rule
-            key = node.module or "re:^$", rule.device if isinstance(rule, ModuleRule) else ""
+            key = node.module or "re:^$", rule.device if isinstance(rule, Rule) and rule.path else ""
             modules.setdefault(key, {})[node.op] = None
         else:
             ops[node.op] = None
@@ -51,8 +51,8 @@ def is_narrow(node: PlannedNode) -> bool:
     """
     rule = node.decision.rule
     if not isinstance(rule, Rule):
-        return isinstance(rule, ModuleRule)
-    return bool(rule.when or rule.device or (rule.op != node.op and "." in rule.op))
+        return False
+    return bool(rule.path or rule.when or rule.device or any(op != node.op and "." in op for op in rule.ops))
 
 
 def op_list_for(entries: Sequence[PlannedNode]) -> str:
@@ -68,4 +68,4 @@ def op_list_for(entries: Sequence[PlannedNode]) -> str:
 def line_of(node: PlannedNode) -> TextPlace | None:
     """The place of the line of ``node`` in the plan given to ``convert``, if that decides."""
     rule = node.decision.rule
-    return None if isinstance(rule, (Rule, ModuleRule)) else rule
+    return None if isinstance(rule, Rule) else rule

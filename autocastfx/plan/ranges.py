@@ -11,28 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
-from torch import fx
-
 from autocastfx.errors import CalibrationError, Source, UnknownNameError
-from autocastfx.files import parsed_json, read_whole, write_whole
+from autocastfx.files import json_places, parsed_json, read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
-from autocastfx.graph.names import op_name
-from autocastfx.graph.node import module_path
+from autocastfx.graph.walk import MODES, Key
 
 VERSION = 2
-MODES = ("train", "eval")
-Key = tuple[str, str, str]  # name of the node, its op, the path of its module
-
-
-def key_of(node: fx.Node, prefix: str = "") -> Key:
-    """Return a key that finds the node in another capture of the same model. ``prefix`` names its sub-graph."""
-    return prefix + node.name, op_name(node), module_path(node)
-
-
-def mode_of(training: Iterable[bool]) -> str:
-    """Return ``"train"`` if any of the modules' training flags is set, else ``"eval"``."""
-    return MODES[0] if any(training) else MODES[1]
 
 
 @dataclass(frozen=True)
@@ -144,7 +128,7 @@ class Ranges:
         try:
             return _read(data)
         except _Malformed as error:
-            place = _place(text, error.path, file)
+            place = json_places(text, file, *error.path)[0]
             raise CalibrationError(f"{error}. The file is written by Ranges.save; calibrate again.", place) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -214,20 +198,3 @@ def _is_count(value: Any) -> bool:
 
 def _is_magnitude(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _place(text: str, path: tuple[str | int, ...], file: str) -> Source:
-    """Find the line and column of the value at ``path``. YAML's parser reads JSON too, and keeps places."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        return Source(file, 1, 1)
-    for step in path:
-        below: yaml.Node | None = None
-        if isinstance(node, yaml.MappingNode):
-            below = next((value for key, value in node.value if key.value == step), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-            below = node.value[step]
-        node = below or node
-    mark = node.start_mark if node is not None else None
-    return Source(file, mark.line + 1, mark.column + 1) if mark else Source(file, 1, 1)

@@ -13,7 +13,8 @@ from typing import Any
 
 from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
-from autocastfx.plan.ranges import MODES, Key, MeasuredNode, each_once, in_mode
+from autocastfx.graph.walk import MODES, Key
+from autocastfx.plan.ranges import MeasuredNode, each_once, in_mode
 
 VERSION = 1
 TARGETS = ("gradient", "output")
@@ -219,7 +220,7 @@ class Sensitivity:
         del rest["effects"]
         effects = plain_data(self.effects, {float: lambda number: float(f"{number:.4g}")})
         for record, keys in ((rest, ("float8",)), *((effect, ("products", "sizes")) for effect in effects)):
-            for key in (key for key in keys if not record[key]):  # as in files from before float8
+            for key in (key for key in keys if not record[key]):  # which few files have
                 del record[key]
         lines = ",\n".join(json.dumps(effect, ensure_ascii=False) for effect in effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'

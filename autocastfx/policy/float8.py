@@ -1,15 +1,15 @@
-"""Float8 rules of an op list: which products of an op run in float8, by which recipe, and from which sizes on."""
+"""Which products of an op run in float8, by which recipe, and from which sizes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
-from autocastfx.errors import ArgumentError, OpListError, TextPlace
-from autocastfx.policy.rule import ModuleRule
+from autocastfx.errors import ArgumentError, TextPlace
 
 MULTIPLE = 16  # of N and K: torch's scaled products take no other sizes
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -130,53 +130,33 @@ OPERANDS: Mapping[str, Operands] = {
 
 
 @dataclass(frozen=True)
-class Float8Rule:
-    """A line of a list on the float8 products of an op, or of the ops in some modules.
-
-    A setting that is None is left to a rule that fits less well, then to the defaults of :class:`Float8Choice`.
+class Float8Settings:
+    """What a rule says of float8 products. A setting that is None is left to other rules.
 
     Attributes:
-        op: its name; empty: every op that has float8 products. Only a rule for modules leaves it empty.
-        path: as in :class:`ModuleRule`; empty for a rule for an op everywhere.
-        device: only on devices of this type; on all if empty.
         recipe: the name of one of :data:`RECIPES`.
         products: those that run in float8; none if empty.
         least: the smallest M, N and K (``[M, K] @ [K, N]``, the product of the output).
         last: whether a product may run in float8 from whose result no other product is computed.
         emulate: compute with float32 products of the float8 numbers, on a device without float8 products.
-        reason: text that plans and dumps show.
-        rank: of two rules that fit equally well, the higher rank wins. A later list ranks above an earlier one.
-        source: the place of the rule.
-        shipped: it comes with this package.
     """
 
-    op: str = ""
-    path: str = ""
-    device: str = ""
     recipe: str | None = None
     products: tuple[Product, ...] | None = None
     least: tuple[tuple[str, int], ...] | None = None
     last: bool | None = None
     emulate: bool | None = None
-    reason: str = ""
-    rank: int = 0
-    source: TextPlace | None = field(default=None, compare=False)
-    shipped: bool = field(default=False, compare=False)
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Op, path and device. A later rule with the same key is laid over this one."""
-        return (self.op, self.path, self.device)
+    def given(self) -> Mapping[str, Any]:
+        """The settings that are not left to other rules, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
-    @property
-    def subject(self) -> str:
-        """Op, modules and device that the rule covers, in words."""
-        what = self.op or "products"
-        return f"float8 of {what}{f' in {self.path}' if self.path else ''}{f' on {self.device}' if self.device else ''}"
+    def over(self, earlier: Float8Settings) -> Float8Settings:
+        """These settings, and those of ``earlier`` that they leave open."""
+        return replace(earlier, **self.given)
 
-    @property
-    def wanted(self) -> str:
-        """Its settings, in words."""
+    def __str__(self) -> str:
         if self.products == ():
             return "none"
         least = ", ".join(f"{name} {size}" for name, size in self.least or ())
@@ -189,44 +169,13 @@ class Float8Rule:
         )
         return "; ".join(word for word in words if word is not None) or "as other rules say"
 
-    def covers(self, names: Set[str], paths: Sequence[str], device: str) -> bool:
-        """True if the rule speaks of an op with these names, in modules with these paths, on this device type."""
-        if self.device not in ("", device) or (self.op and self.op not in names):
-            return False
-        return not self.path or self._depth(paths) >= 0
-
-    def fit(self, paths: Sequence[str]) -> tuple[int, bool, bool, int]:
-        """How well it fits an op that it covers: the more, the better."""
-        return (self._depth(paths) if self.path else -1, bool(self.op), bool(self.device), self.rank)
-
-    def _depth(self, paths: Sequence[str]) -> int:
-        modules = ModuleRule(self.path, "keep")
-        return max((depth for depth, path in enumerate(paths) if modules.covers(path)), default=-1)
-
-    def over(self, earlier: Float8Rule) -> Float8Rule:
-        """This rule, and what ``earlier`` says where it says nothing; at the place of the one that chooses products."""
-        both = replace(self, **{name: value for name, value in _given(earlier) if getattr(self, name) is None})
-        if self.products is not None or earlier.products is None:
-            return both
-        return replace(both, source=earlier.source, reason=self.reason or earlier.reason)
-
-
-_SETTINGS = tuple(f.name for f in fields(Float8Rule) if f.default is None and f.name != "source")
-
-
-def _given(rule: Float8Rule) -> Iterator[tuple[str, object]]:
-    """Yield the settings of a rule, with their names."""
-    for name in _SETTINGS:
-        if (value := getattr(rule, name)) is not None:
-            yield name, value
-
 
 @dataclass(frozen=True)
 class Float8Choice:
     """The settings of one op's products, each by the rule that fits best.
 
     ``source`` and ``reason`` are those of the rule that chose the products. Other attributes are as in
-    :class:`Float8Rule`.
+    :class:`Float8Settings`.
     """
 
     recipe: str = "rowwise"
@@ -241,37 +190,3 @@ class Float8Choice:
     def in_float8(self) -> tuple[Product, ...]:
         """The products that the rules choose and the recipe has."""
         return tuple(product for product in self.products if product in RECIPES[self.recipe].layouts)
-
-
-def chosen(rules: Iterable[Float8Rule], names: Set[str], paths: Sequence[str], device: str) -> Float8Choice | None:
-    """Return what ``rules`` say of an op: each setting by the rule that fits best of those that give it.
-
-    Args:
-        rules: of one list.
-        names: that the op may be listed under.
-        paths: of the modules around it, outermost first.
-        device: the type that it runs on.
-
-    Returns:
-        None if no rule covers the op.
-
-    Raises:
-        OpListError: two rules fit equally well and contradict each other.
-    """
-    covering = sorted((r for r in rules if r.covers(names, paths, device)), key=lambda r: r.fit(paths))
-    if not covering:
-        return None
-    settings: dict[str, object] = {}
-    by: dict[str, Float8Rule] = {}
-    for rule in covering:
-        for name, value in _given(rule):
-            other = by.get(name)
-            if other is not None and other.fit(paths) == rule.fit(paths) and getattr(other, name) != value:
-                raise OpListError(
-                    f"{rule.subject!r} is {rule.wanted} here, and {other.subject!r} is {other.wanted} at "
-                    f"{other.source}: both fit equally well. Give one of the two a narrower path, or a higher 'rank'.",
-                    rule.source,
-                )
-            settings[name], by[name] = value, rule
-    speaks = by.get("products", covering[-1])
-    return replace(Float8Choice(source=speaks.source, reason=speaks.reason), **settings)

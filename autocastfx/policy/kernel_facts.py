@@ -17,7 +17,7 @@ from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import uses
 from autocastfx.graph.sizes import KINDS
 from autocastfx.policy.op_list import OpList, preset_folder
-from autocastfx.policy.rule import ModuleRule
+from autocastfx.policy.rule import Rule, Runs
 from autocastfx.policy.yaml_tree import Tree, parse_file
 
 PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
@@ -186,7 +186,7 @@ def kept_in_float32(model: nn.Module, low: torch.dtype) -> OpList:
     A rule covers a module all of whose parameters and saved buffers are named, or one without modules inside of which
     any is. A parameter that is named alone beside other modules has no rule: a rule would cover all of these.
     """
-    rules: dict[str, ModuleRule] = {}
+    rules: dict[str, Rule[Runs]] = {}
     for prefix, inner in model.named_modules():
         for attribute, asked_for in _ATTRIBUTES.items():
             named: object = getattr(inner, attribute, None)
@@ -198,9 +198,12 @@ def kept_in_float32(model: nn.Module, low: torch.dtype) -> OpList:
                     name = type(inner).__name__
                     reason = f"{name} keeps {part!r} in float32 ({attribute})"
                     whole = ".".join(filter(None, (prefix, path)))
-                    rule = ModuleRule(whole, "float32", reason, source=KeyPath(name, attribute), shipped=True)
-                    rules.setdefault(whole, rule)
-    return OpList(modules=tuple(_joined(rules, [path for path, _ in model.named_modules()])))
+                    place = KeyPath(name, attribute)
+                    rules.setdefault(
+                        whole, Rule(path=whole, effect=Runs("float32"), reason=reason, source=place, shipped=True)
+                    )
+    joined = _joined(rules, [path for path, _ in model.named_modules()])
+    return OpList(lines={rule.key: rule for rule in joined})
 
 
 def _kept(model: nn.Module, part: re.Pattern[str]) -> Iterator[str]:
@@ -227,9 +230,9 @@ def _saved(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}" if path else name
 
 
-def _joined(rules: Mapping[str, ModuleRule], paths: Sequence[str]) -> Iterator[ModuleRule]:
+def _joined(rules: Mapping[str, Rule[Runs]], paths: Sequence[str]) -> Iterator[Rule[Runs]]:
     """Yield one rule for the modules whose paths differ in numbers alone, where it covers no others."""
-    groups: dict[tuple[str, str], list[tuple[str, ModuleRule]]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, Rule[Runs]]]] = {}
     for path, rule in rules.items():
         groups.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", path), rule.reason), []).append((path, rule))
     for (starred, _), group in groups.items():

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any
 
 import torch
 
+from autocastfx.errors import OpListError
 from autocastfx.graph.names import ArgumentType, argument_types, located
-from autocastfx.policy.float8 import OPERANDS, RECIPES, SIZES, Float8Rule, Product
+from autocastfx.policy.float8 import OPERANDS, RECIPES, SIZES, Float8Settings, Product
 from autocastfx.policy.rule import (
     ANY_REDUCTION,
     Category,
     Condition,
     Demand,
     DepthLimit,
+    Effect,
     KeptArgs,
-    ModuleRule,
     Rule,
+    RuleKey,
+    Runs,
     Scalar,
     module_pattern,
 )
+from autocastfx.policy.saved import KEEPS, SAVED_KEYS, Keep
 from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 # The keys and values of an op list's YAML, with their meanings. The parser accepts no others.
@@ -118,8 +123,6 @@ VALUES: Mapping[str, str] = {
 
 # Read and check the rules in a parsed op list.
 
-_AnyRule = TypeVar("_AnyRule", Rule, ModuleRule, Float8Rule)
-_RankedRule = TypeVar("_RankedRule", ModuleRule, Float8Rule)
 UNLISTED_CATEGORIES = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
 
 
@@ -128,42 +131,91 @@ def known(ops: Iterable[Tree]) -> Iterator[Tree]:
     return (op for op in ops if not (op.shipped and not is_known(op.text)))
 
 
-def op_rules(tree: Tree) -> Iterator[Rule]:
-    """Yield the rules under the categories of ``tree``; from a shipped list, only for ops that this torch has.
+def rules(tree: Tree) -> Iterator[Rule[Any]]:
+    """Yield the rules of a list: under categories, ``modules``, ``float8``, ``saved`` and ``demands``.
 
     Raises:
-        OpListError: an entry is wrong, or two have the same op, conditions and device.
+        OpListError: an entry is wrong, or two have the same key.
     """
-    seen: dict[object, Rule] = {}
+    seen: dict[RuleKey, Rule[Any]] = {}
     overloads = placement(tree) == "follow"  # torch.autocast decides by overload
     for category in Category:
         for entry in tree.child(category.value).entries():
-            for rule, op in _entry(entry, category, overloads=overloads):
-                yield _once(rule, seen, op)
+            yield from _distinct(_of_category(entry, category, overloads=overloads), seen)
+    for entry in tree.child("modules").entries():
+        yield from _distinct(_of_modules(entry), seen)
+    for entry in tree.child("float8").entries():
+        entry.check_keys(FLOAT8_KEYS, what="key of an entry under 'float8'")
+        if not entry.child("ops").as_strings():
+            raise entry.error("this entry names no op: give it 'ops: [...]'")
+        yield from _distinct(_of_float8(entry, entry), seen)
+    saved = (rule for entry in tree.child("saved").entries() for rule in _of_saved(entry))
+    yield from (replace(rule, rank=rank) for rank, rule in enumerate(saved))  # of two that fit equally well, the last
+    for entry in tree.child("demands").entries():
+        yield from _distinct(_of_demand(entry), seen)
 
 
-def _once(rule: _AnyRule, seen: dict[object, _AnyRule], place: Tree) -> _AnyRule:
-    """Return ``rule``, and note it; refuse it if another one of this list has its key."""
-    if (other := seen.setdefault(rule.key, rule)) is not rule:
-        subject = f"op {rule.subject!r}" if isinstance(rule, Rule) else repr(rule.subject)
-        both = f": as {other.wanted} at {other.source} and as {rule.wanted} here"
-        told = f", first at {other.source}" if isinstance(rule, Float8Rule) else both
-        raise place.error(f"{subject} is listed twice{told}. Keep one of the two.")
-    return rule
+def _distinct(rules: Iterable[Rule[Any]], seen: dict[RuleKey, Rule[Any]]) -> Iterator[Rule[Any]]:
+    """Yield ``rules``, and note them; refuse one whose key another one of this list has."""
+    for rule in rules:
+        if (other := seen.setdefault(rule.key, rule)) is not rule:
+            subject = f"{'' if rule.path else 'op '}{rule.subject!r}"
+            told = f"{subject} is listed twice: as {other.wanted} at {other.source} and as {rule.wanted} here"
+            if isinstance(rule.effect, Float8Settings):
+                told = f"{rule.subject!r} is listed twice, first at {other.source}"
+            if isinstance(rule.effect, Demand):
+                told = f"{rule.ops[0]!r} has a demand at {other.source} already"
+            raise OpListError(f"{told}. Keep one of the two.", rule.source)
+        yield rule
 
 
-def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
+def _rules(
+    entry: Tree,
+    effect: Callable[[str], Effect],
+    ops: Sequence[Tree] | None = None,
+    *,
+    overloads: bool = False,
+    as_one: bool = False,
+) -> Iterator[Rule[Effect]]:
+    """Yield the rules of an entry, for each type of device that it names.
+
+    Args:
+        entry: holds the keys that entries of all kinds may have.
+        effect: makes what the rule says of an op's name; of an empty one if the entry names no op.
+        ops: that the entry is for; by default those under its key ``ops``.
+        overloads: an op's name may be that of an overload.
+        as_one: make one rule for all ops, not one for each.
+    """
+    given, rank, when = (entry.child(key) for key in ("ops", "rank", "when"))
+    named = given.as_strings() if ops is None else ops
+    path = "" if entry.child("path").is_missing else _pattern(entry.child("path"))
+    if not named and not given.is_missing:
+        raise given.error("an empty list of ops never matches: leave it out")
+    listed = [((op.op_name(overloads=overloads),), op) for op in known(named)]
+    if named and not listed:
+        return  # without its ops the rule would cover all
+    if as_one or not named:
+        listed = [(tuple(sorted({name for (name,), _ in listed})), entry)]
+    reason, of_all = entry.child("reason").as_text(default=""), 0 if rank.is_missing else rank.as_integer()
+    for (names, place), device in product(listed, _devices(entry.child("devices"))):
+        op = "" if as_one else "".join(names)
+        yield Rule(
+            ops=names,
+            path=path,
+            when=_when(op, when),
+            device=device,
+            effect=effect(op),
+            reason=reason,
+            rank=of_all,
+            source=place.source,
+            shipped=place.shipped,
+        )
+
+
+def _of_category(entry: Tree, category: Category, *, overloads: bool) -> Iterator[Rule[Runs]]:
     """Yield the rules of an entry: an op name, ``op: {when: …}``, or a group ``{ops: […], reason: …}``."""
-    ops, body = (entry,), Tree(None, entry.source)
-    if entry.is_mapping:
-        ops, body = _group(entry)
-    reason = body.child("reason").as_text(default="")
-    devices = _devices(body.child("devices"))
-    for op in known(ops):
-        name = op.op_name(overloads=overloads)
-        when = _when(name, body.child("when"))
-        for device in devices:
-            yield Rule(name, category, reason, op.source, when, device, op.shipped), op
+    ops, body = _group(entry) if entry.is_mapping else ((entry,), entry.missing)
+    return _rules(body, lambda _: Runs(category.value), ops, overloads=overloads)
 
 
 def _group(entry: Tree) -> tuple[tuple[Tree, ...], Tree]:
@@ -249,41 +301,18 @@ def _devices(tree: Tree) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.text for word in words))
 
 
-def module_rules(tree: Tree) -> Iterator[ModuleRule]:
-    """Yield the rules under ``modules``.
-
-    Raises:
-        OpListError: an entry is wrong, or two have the same path, ops and device.
-    """
-    seen: dict[object, ModuleRule] = {}
-    for entry in tree.child("modules").entries():
-        for rule in _module_rule(entry):
-            yield _once(rule, seen, entry)
-
-
-def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
+def _of_modules(entry: Tree) -> Iterator[Rule[Runs] | Rule[Float8Settings]]:
     entry.check_keys(MODULE_KEYS, what="key of a module's entry")
-    if entry.child("category").is_missing and not entry.child("float8").is_missing:
-        return  # it is read with the rules for float8
-    for key in ("path", "category"):
+    category, setting = entry.child("category"), entry.child("float8")
+    says = "float8" if category.is_missing and not setting.is_missing else "category"
+    for key in ("path", says):
         if entry.child(key).is_missing:
-            raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
-    ops, rank = entry.child("ops"), entry.child("rank")
-    named, pattern = ops.as_strings(), _pattern(entry.child("path"))
-    if not named and not ops.is_missing:
-        raise ops.error("an empty list of ops never matches: leave it out")
-    if named and not any(known(named)):
-        return  # without its ops the rule would cover all
-    rule = ModuleRule(
-        pattern,
-        entry.child("category").one_of((*MODULE_CATEGORIES, *CATEGORIES), "category"),
-        entry.child("reason").as_text(default=""),
-        tuple(sorted({op.op_name() for op in known(named)})),
-        rank=0 if rank.is_missing else rank.as_integer(),
-        source=entry.source,
-        shipped=entry.shipped,
-    )
-    yield from (replace(rule, device=device) for device in _devices(entry.child("devices")))
+            raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, {says}: …}}")
+    if not category.is_missing:
+        word = category.one_of((*MODULE_CATEGORIES, *CATEGORIES), "category")
+        yield from _rules(entry, lambda _: Runs(word), as_one=True)
+    if not setting.is_missing:
+        yield from _of_float8(entry, setting)
 
 
 def _pattern(path: Tree) -> str:
@@ -296,30 +325,35 @@ def _pattern(path: Tree) -> str:
     return pattern
 
 
-def float8_rules(tree: Tree) -> Iterator[Float8Rule]:
-    """Yield the rules under ``float8``, and those of entries under ``modules`` with this key.
-
-    Raises:
-        OpListError: an entry is wrong, or two are for the same op, path and device.
-    """
-    seen: dict[object, Float8Rule] = {}
-    for entry in tree.child("float8").entries():
-        entry.check_keys(FLOAT8_KEYS, what="key of an entry under 'float8'")
-        if not entry.child("ops").as_strings():
-            raise entry.error("this entry names no op: give it 'ops: [...]'")
-        for rule in _float8_rules(entry, entry):
-            yield _once(rule, seen, entry)
-    for entry in tree.child("modules").entries():
-        if not (setting := entry.child("float8")).is_missing:
-            if entry.child("path").is_missing:
-                raise entry.error("this entry has no 'path': an entry is {path: …, float8: …}")
-            for rule in _float8_rules(entry, setting):
-                yield _once(rule, seen, entry)
+def _of_saved(entry: Tree) -> Iterator[Rule[Keep]]:
+    entry.check_keys(tuple(SAVED_KEYS), what="key of an entry under 'saved'")
+    if entry.child("keep").is_missing:
+        raise entry.error("this entry does not say how values are kept: an entry is {keep: …, ops: […], path: …}")
+    keep = Keep(entry.child("keep").one_of(tuple(KEEPS), "keep"))
+    return _rules(entry, lambda _: keep)
 
 
-def _float8_rules(entry: Tree, setting: Tree) -> Iterator[Float8Rule]:
+def _of_demand(entry: Tree) -> Iterator[Rule[Demand]]:
+    entry.check_keys(DEMAND_KEYS, what="key of a demand")
+    through, makers, at = entry.child("through"), entry.child("of").as_strings(), entry.child("at")
+    if not entry.child("ops").as_strings():
+        raise entry.error("this demand names no op: give it 'ops: [...]'")
+    word = "free" if through.is_missing else through.one_of(DEMANDS, "through")
+    of = tuple(op.op_name() for op in known(makers))
+    if not makers and not at.is_missing:
+        raise at.error("'at' names the arguments that 'of' applies to, but 'of' is missing: add it")
+
+    def demand(op: str) -> Demand:
+        named, looked_at = (
+            tuple(argument.argument_of(op) for argument in entry.child(key).as_strings()) for key in ("arguments", "at")
+        )
+        return Demand(word, named, of, looked_at)
+
+    return _rules(entry, demand) if of or not makers else iter(())  # without 'of' the demand would cover more
+
+
+def _of_float8(entry: Tree, setting: Tree) -> Iterator[Rule[Float8Settings]]:
     """Yield the rules of an ``entry`` whose settings stand in ``setting``, which may be the entry itself."""
-    settings: dict[str, Any] = {}
     if setting.is_mapping:
         if setting is not entry:
             legal = [key for key in FLOAT8_KEYS if key not in ("ops", "reason", "devices")]
@@ -328,25 +362,14 @@ def _float8_rules(entry: Tree, setting: Tree) -> Iterator[Float8Rule]:
     elif not setting.is_list and (recipe := setting.as_scalar()) in RECIPES:
         raise setting.error(f"a recipe is a key of its own: write float8: {{recipe: {recipe}}}.")
     else:
-        settings["products"] = tuple(Product) if setting.as_flag() else ()
-    path, rank, ops = entry.child("path"), entry.child("rank"), entry.child("ops").as_strings()
-    for op in known(ops) if ops else [None]:
-        if op is not None and op.op_name() not in OPERANDS:
+        settings = Float8Settings(products=tuple(Product) if setting.as_flag() else ())
+    for op in known(entry.child("ops").as_strings()):
+        if op.op_name() not in OPERANDS:
             raise op.error(f"{op.text} has no float8 products. Those that have: {', '.join(OPERANDS)}.")
-        for device in _devices(entry.child("devices")):
-            yield Float8Rule(
-                op="" if op is None else op.op_name(),
-                path="" if path.is_missing else _pattern(path),
-                device=device,
-                **settings,
-                reason=entry.child("reason").as_text(default=""),
-                rank=0 if rank.is_missing else rank.as_integer(),
-                source=entry.source if op is None else op.source,
-                shipped=entry.shipped,
-            )
+    return _rules(entry, lambda _: settings, as_one=setting is not entry)
 
 
-def _float8_settings(tree: Tree) -> dict[str, Any]:
+def _float8_settings(tree: Tree) -> Float8Settings:
     settings: dict[str, Any] = {}
     recipe, products, least = (tree.child(key) for key in ("recipe", "products", "least"))
     if not recipe.is_missing:
@@ -364,7 +387,7 @@ def _float8_settings(tree: Tree) -> dict[str, Any]:
     for key in ("last", "emulate"):
         if not tree.child(key).is_missing:
             settings[key] = tree.child(key).as_flag()
-    return settings
+    return Float8Settings(**settings)
 
 
 def keep_args(tree: Tree) -> Iterator[tuple[str, KeptArgs]]:
@@ -411,36 +434,6 @@ def depth(tree: Tree, key: str) -> DepthLimit | None:
     return None if setting.is_missing else DepthLimit(setting.as_limit(), setting.source)
 
 
-def demands(tree: Tree) -> Iterator[Demand]:
-    """Yield the demands, one per op named.
-
-    Raises:
-        OpListError: an entry is wrong, or two name the same op.
-    """
-    seen: dict[str, Demand] = {}
-    for entry in tree.child("demands").entries():
-        entry.check_keys(DEMAND_KEYS, what="key of a demand")
-        ops, through = entry.child("ops"), entry.child("through")
-        if ops.is_missing or not ops.as_strings():
-            raise entry.error("this demand names no op: give it 'ops: [...]'")
-        word = "free" if through.is_missing else through.one_of(DEMANDS, "through")
-        reason = entry.child("reason").as_text(default="")
-        makers = entry.child("of").as_strings()
-        of = tuple(op.op_name() for op in known(makers))
-        if not makers and not entry.child("at").is_missing:
-            raise entry.child("at").error("'at' names the arguments that 'of' applies to, but 'of' is missing: add it")
-        if makers and not of:
-            continue  # without 'of' the demand would cover more
-        for op in known(ops.as_strings()):
-            name = op.op_name()
-            if name in seen:
-                raise op.error(f"{name!r} has a demand at {seen[name].source} already. Keep one of the two.")
-            arguments = tuple(argument.argument_of(name) for argument in entry.child("arguments").as_strings())
-            at = tuple(argument.argument_of(name) for argument in entry.child("at").as_strings())
-            seen[name] = Demand(name, word, arguments, of, at, reason, op.source, op.shipped)
-            yield seen[name]
-
-
 # Describe a key of op lists: its meaning, and functions to read, merge, write and compare its values.
 
 Said = tuple[str, str, str]  # subject, setting, reason
@@ -451,18 +444,11 @@ def later_or_earlier(earlier: Any, later: Any) -> Any:
     return earlier if later is None else later
 
 
-def stacked(earlier: tuple[_RankedRule, ...], later: tuple[_RankedRule, ...]) -> tuple[_RankedRule, ...]:
-    """Merge two lists' rules: later ones get higher ranks, and replace earlier ones of the same key."""
-    replaced = {rule.key for rule in later}
-    above = 1 + max((rule.rank for rule in earlier), default=-1)
-    raised = (replace(rule, rank=rule.rank + above) for rule in later)
-    return (*(rule for rule in earlier if rule.key not in replaced), *raised)
-
-
-def laid_over(earlier: tuple[Float8Rule, ...], later: tuple[Float8Rule, ...]) -> tuple[Float8Rule, ...]:
-    """Merge as :func:`stacked` does, but later rules are laid over earlier ones of the same key."""
-    before = {rule.key: rule for rule in earlier}
-    return stacked(earlier, tuple(rule.over(before.get(rule.key, rule)) for rule in later))
+def laid_over(earlier: Mapping[RuleKey, Rule[Any]], later: Mapping[RuleKey, Rule[Any]]) -> dict[RuleKey, Rule[Any]]:
+    """Merge two lists' rules: later ones get higher ranks, and are laid over earlier ones of the same key."""
+    above = 1 + max((rule.rank for rule in earlier.values()), default=-1)
+    raised = {key: replace(rule, rank=rule.rank + above) if rule.path else rule for key, rule in later.items()}
+    return {**earlier, **raised, **{key: raised[key].over(earlier[key]) for key in earlier.keys() & raised.keys()}}
 
 
 def limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:

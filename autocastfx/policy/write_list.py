@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
-from autocastfx.policy.float8 import Float8Rule
-from autocastfx.policy.rule import ANY_REDUCTION, Condition, Demand, DepthLimit, ModuleRule, Rule
+from autocastfx.policy.rule import ANY_REDUCTION, Condition, Demand, DepthLimit, Rule, Runs
+from autocastfx.policy.saved import Keep
 
 # Compare two op lists subject by subject.
 
@@ -61,104 +61,56 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def groups(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """Return the entries under one category, grouped by reason, conditions and devices."""
-    devices: dict[tuple[str, tuple[Condition, ...], bool, str], list[str]] = {}
+def entries(rules: Iterable[Rule[Any]]) -> list[dict[str, Any]]:
+    """Return the entries of rules under one key, in the order of their ranks.
+
+    Rules that differ in device alone share an entry, and so do rules outside of modules that differ in op alone.
+    """
+    devices: dict[tuple[Rule[Any], bool], list[str]] = {}
     for rule in rules:
-        devices.setdefault((rule.reason, rule.when, rule.shipped, rule.op), []).append(rule.device)
-    ops: dict[tuple[str, tuple[Condition, ...], bool, tuple[str, ...]], list[str]] = {}
-    for (reason, when, shipped, op), listed in devices.items():
-        for on in _apart(listed):
-            ops.setdefault((reason, when, shipped, on), []).append(op)
+        devices.setdefault((replace(rule, device=""), rule.shipped), []).append(rule.device)
+    ops: dict[tuple[Rule[Any], bool, tuple[str, ...]], list[str]] = {}
+    for (rule, shipped), listed in devices.items():
+        named = tuple(sorted(d for d in listed if d))
+        for on in [*([()] if "" in listed else []), *([named] if named else [])]:  # no device stands for every one
+            alike = rule if rule.path or not rule.ops else replace(rule, ops=("",))
+            ops.setdefault((alike, shipped, on), []).extend(rule.ops)
     return [
         {
-            **_unless_empty(reason=reason, when=_when(when), devices=list(on)),
-            "ops": sorted(names),
-            **_unless_empty(shipped=shipped),
+            **({"path": rule.path} if rule.path else {}),
+            **_said(rule),
+            **_unless_empty(reason=rule.reason, when=_when(rule.when), devices=list(on), ops=sorted(names)),
+            **_unless_empty(rank=0 if isinstance(rule.effect, Keep) else rule.rank, shipped=shipped),
         }
-        for (reason, when, shipped, on), names in sorted(ops.items(), key=lambda item: (str(item[0]), item[1]))
+        for (rule, shipped, on), names in sorted(ops.items(), key=_order)
     ]
 
 
-def _apart(devices: Iterable[str]) -> list[tuple[str, ...]]:
-    """Split device types into groups that one entry each can name; an empty group stands for every device."""
-    named = tuple(sorted(d for d in devices if d))
-    return [*([()] if "" in devices else []), *([named] if named else [])]
+def _order(entry: tuple[tuple[Rule[Any], bool, tuple[str, ...]], list[str]]) -> tuple[object, ...]:
+    (rule, shipped, on), names = entry
+    return rule.rank, rule.path, rule.reason, rule.wanted, str(rule.when), shipped, on, names
+
+
+def _said(rule: Rule[Any]) -> dict[str, Any]:
+    """Return the keys of an entry that say the effect of a rule."""
+    match rule.effect:
+        case Runs(word):
+            return {"category": word} if rule.path else {}
+        case Keep():
+            return {"keep": rule.effect.value}
+        case Demand():
+            return {key: list(v) if isinstance(v, tuple) else v for key, v in vars(rule.effect).items() if v}
+        case _:
+            given = {**rule.effect.given}
+            if "products" in given:
+                given["products"] = [product.value for product in given["products"]]
+            if "least" in given:
+                given["least"] = dict(given["least"])
+            return {"float8": False if given == {"products": []} else given} if rule.path else given
 
 
 def _when(conditions: tuple[Condition, ...]) -> dict[str, Any]:
     return {c.argument: c.values[0] if len(c.values) == 1 else list(c.values) for c in conditions}
-
-
-def modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
-    """Return the entries under ``modules``, in the order of their ranks."""
-    devices: dict[tuple[int, str, tuple[str, ...], str, str, bool], list[str]] = {}
-    for rule in rules:
-        key = rule.rank, rule.path, rule.ops, rule.wanted, rule.reason, rule.shipped
-        devices.setdefault(key, []).append(rule.device)
-    return [
-        {
-            "path": path,
-            "category": wanted,
-            **_unless_empty(reason=reason, ops=list(ops), devices=list(on), rank=rank, shipped=shipped),
-        }
-        for (rank, path, ops, wanted, reason, shipped), listed in sorted(devices.items())
-        for on in _apart(listed)
-    ]
-
-
-def float8(rules: Iterable[Float8Rule]) -> list[dict[str, Any]]:
-    """Return the entries under ``float8``: the rules for ops, an entry for each."""
-    return [{"ops": [r.op], **_on(r), **_float8(r)} for r in _ranked(rules) if not r.path]
-
-
-def float8_modules(rules: Iterable[Float8Rule]) -> list[dict[str, Any]]:
-    """Return the entries under ``modules`` of the rules for modules, in the order of their ranks."""
-    return [
-        {
-            "path": r.path,
-            "float8": _float8(r) if r.products != () or len(_float8(r)) > 1 else False,
-            **_unless_empty(ops=[r.op] if r.op else [], rank=r.rank),
-            **_on(r),
-        }
-        for r in _ranked(rules)
-        if r.path
-    ]
-
-
-def _ranked(rules: Iterable[Float8Rule]) -> list[Float8Rule]:
-    return sorted(rules, key=lambda rule: (rule.rank, rule.key))
-
-
-def _on(rule: Float8Rule) -> Mapping[str, Any]:
-    return _unless_empty(reason=rule.reason, devices=[rule.device] if rule.device else [], shipped=rule.shipped)
-
-
-def _float8(rule: Float8Rule) -> dict[str, Any]:
-    settings = {
-        "recipe": rule.recipe,
-        "products": None if rule.products is None else [product.value for product in rule.products],
-        "least": None if rule.least is None else dict(rule.least),
-        "last": rule.last,
-        "emulate": rule.emulate,
-    }
-    return {key: value for key, value in settings.items() if value is not None}
-
-
-def demands(listed: Iterable[Demand]) -> list[dict[str, Any]]:
-    """Return the entries under ``demands``."""
-    ops: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], bool], list[str]] = {}
-    for one in listed:
-        key = one.reason, one.through, one.arguments, one.of, one.at, one.shipped
-        ops.setdefault(key, []).append(one.op)
-    return [
-        {
-            **_unless_empty(reason=reason, through=through, arguments=list(arguments), of=list(of), at=list(at)),
-            "ops": sorted(names),
-            **_unless_empty(shipped=shipped),
-        }
-        for (reason, through, arguments, of, at, shipped), names in sorted(ops.items())
-    ]
 
 
 def _unless_empty(**entries: Any) -> Mapping[str, Any]:

@@ -133,8 +133,17 @@ class Tree:
     """
 
     node: yaml.Node | None
-    source: TextPlace
+    file: str
     shipped: bool = False
+    around: Tree | None = None  # the mapping that lacks the key
+
+    @property
+    def source(self) -> TextPlace:
+        """The place in the file, or in Python data."""
+        if self.node is None:
+            return self.around.source if self.around is not None else Source(self.file, 1, 1)
+        mark: Any = self.node.start_mark
+        return mark if isinstance(mark, KeyPath) else Source(self.file, mark.line + 1, mark.column + 1)
 
     @property
     def is_missing(self) -> bool:
@@ -156,9 +165,7 @@ class Tree:
         return OpListError(message, self.source)
 
     def _at(self, node: yaml.Node) -> Tree:
-        mark: Any = node.start_mark
-        place = Source(self.source.file, mark.line + 1, mark.column + 1) if isinstance(self.source, Source) else mark
-        tree = Tree(node, place, self.shipped)
+        tree = Tree(node, self.file, self.shipped)
         if not node.tag.startswith(STANDARD) or node.tag.startswith(f"{STANDARD}python"):
             raise tree.error(
                 f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
@@ -166,6 +173,11 @@ class Tree:
         if node.tag == f"{STANDARD}int" and len(node.value) > _MOST_DIGITS:
             raise tree.error(f"a number has {len(node.value)} digits. An op list takes {_MOST_DIGITS} at most.")
         return tree
+
+    @property
+    def missing(self) -> Tree:
+        """The value of a key that is not here."""
+        return Tree(None, self.file, self.shipped, self)
 
     def items(self) -> tuple[tuple[Tree, Tree], ...]:
         """Return key and value nodes of a mapping; none for a missing node."""
@@ -192,7 +204,7 @@ class Tree:
 
     def child(self, name: str) -> Tree:
         """Return the value of a key; a tree that ``is_missing`` if the key is."""
-        return self._pairs[name][1] if name in self._pairs else Tree(None, self.source, self.shipped)
+        return self._pairs[name][1] if name in self._pairs else self.missing
 
     def entries(self) -> tuple[Tree, ...]:
         """Return the members of a sequence; none for a missing or empty node."""
@@ -359,9 +371,9 @@ def _kind(node: yaml.Node | None) -> str:
 
 
 @lru_cache(maxsize=64)
-def _composed(text: str) -> yaml.Node | None:
+def _composed(text: str, loader: Any) -> yaml.Node | None:
     """Parse YAML. Nothing changes the nodes, and each conversion reads the same shipped files."""
-    return yaml.compose(text, Loader=yaml.SafeLoader)
+    return yaml.compose(text, Loader=loader)
 
 
 def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
@@ -385,7 +397,8 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         raise OpListError(f"this is not UTF-8 text: {error.reason}.", place) from None
     start = Source(shown, 1, 1)
     try:
-        node = _composed(text)
+        # The parser in C is faster, and says less of what is wrong.
+        node = _composed(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if shipped else yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
@@ -403,7 +416,7 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         raise OpListError(
             "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start
         )
-    root = Tree(node, start, shipped)._at(node)
+    root = Tree(node, shown, shipped)._at(node)
     root.items()
     return root
 
@@ -424,7 +437,7 @@ def tree_of(data: Mapping[str, Any], name: str) -> Tree:
         root = _node(data, start)
     except RecursionError:
         raise OpListError("this is not an op list: it is nested too deeply.", start) from None
-    tree = Tree(root, start)
+    tree = Tree(root, name)
     tree.items()
     return tree
 

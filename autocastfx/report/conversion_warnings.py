@@ -24,7 +24,8 @@ from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import MatchedRules, OpList
+from autocastfx.policy.match import MatchedRules
+from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 
 _NAMED = 4  # names in a message, before the others are counted
@@ -174,7 +175,7 @@ def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a sentence if a list asks for float8, a preset too, and no product of its ``plans`` runs in it."""
     nodes = [node for plan in plans for node in plan.nodes if node.float8 is not None]
     devices = {"", *(plan.device for plan in plans)}
-    asked = any(rule.products != () and rule.device in devices for rule in op_list.float8)
+    asked = any(rule.effect.products != () and rule.device in devices for rule in op_list.float8)
     if not asked or any(node.products for node in nodes):
         return
     whys = Counter(str(one.why) for n in nodes if n.float8 is not None for one in n.float8.in_16_bits[:1])
@@ -200,4 +201,4 @@ def match_graph(
     rules = (matched.op_list.rule(other, plan.device) for other in others)
     decided = {node.decision.source for node in plan.nodes} | {rule.source for rule in rules if rule is not None}
     matched.add(plan.device, nodes, decided)
-    matched.add_saved(converted.nodes)
+    matched.add_saved(plan.device, converted.nodes)

@@ -13,7 +13,7 @@ from autocastfx.graph.cell import shortened
 from autocastfx.graph.node import path_and_around
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.float8 import Product
-from autocastfx.policy.rule import Category, ModuleRule, module_pattern
+from autocastfx.policy.rule import Category, Selector, module_pattern
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.equal_layers import EqualLayers, equal_layers
@@ -326,7 +326,7 @@ def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> No
             module_pattern(module)
         except ValueError as error:
             raise ArgumentError(f"module is a path of modules or a pattern of it, not {module!r}: {error}") from error
-        if not any(ModuleRule(module, "keep").covers(path) for path in paths):
+        if not any(Selector(path=module).covers(path) for path in paths):
             raise ArgumentError(f"no module of the model matches {module!r}{nearest(module, paths)}")
 
 
@@ -341,11 +341,11 @@ def selected(rows: Sequence[Row], only: str | None = None, module: str | None = 
     if only is None and module is None:
         return tuple(rows)
     casts = {row.name for row in rows if row.cast is not None or row.copy is not None}
-    rule = ModuleRule(module, "keep") if module is not None else None
+    selector = Selector(path=module) if module is not None else None
     return tuple(
         row
         for row in rows
-        if (rule is None or (row.planned is not None and any(map(rule.covers, path_and_around(row.module)))))
+        if (selector is None or (row.planned is not None and any(map(selector.covers, path_and_around(row.module)))))
         and (not casts.isdisjoint(row.reads) if only == _CASTS else only in (None, *_words(row)))
     )
 

@@ -32,6 +32,7 @@ from autocastfx.graph.node import (
     subgraphs,
     tensors,
 )
+from autocastfx.graph.walk import Key
 from autocastfx.plan.plan import (
     Decision,
     Forced,
@@ -42,7 +43,6 @@ from autocastfx.plan.plan import (
     PlannedQuantized,
     Precision,
 )
-from autocastfx.plan.ranges import Key
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.report.lint.roofline import ProductFlops, bytes_of
 from autocastfx.runtime.variant import Variant

@@ -31,8 +31,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import CaptureError, ManyVariantsWarning
 from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
-from autocastfx.graph.walk import all_nodes
-from autocastfx.plan.ranges import mode_of
+from autocastfx.graph.walk import all_nodes, mode_of
 from autocastfx.runtime.quick_graph import lift
 
 if TYPE_CHECKING:

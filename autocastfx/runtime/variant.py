@@ -19,8 +19,8 @@ from autocastfx.capture.leave_intact import keep_source
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import UnmatchedRuleWarning, VariantError
 from autocastfx.graph.node import recomputed, value
+from autocastfx.graph.walk import mode_of
 from autocastfx.plan.plan import Plan
-from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.quick_graph import lift, quickened
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form

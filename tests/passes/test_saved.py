@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -185,9 +186,30 @@ def test_lists_merge_and_write_back() -> None:
     first = OpList.of({"saved": [{"keep": "recompute"}]})
     second = OpList.of({"saved": [{"keep": "low", "ops": ["exp"], "path": "head", "reason": "measured"}]})
     merged = first | second
-    assert [str(rule.keep) for rule in merged.saved] == ["recompute", "low"]
+    assert [str(rule.effect) for rule in merged.saved] == ["recompute", "low"]
     assert "keep: low" in merged.text()
     assert [str(change) for change in first.diff(second)]
+    everything = [
+        *({"keep": "low", "path": path, "ops": ["exp", "gelu"], "devices": ["cpu", "cuda"]} for path in ("a", "b")),
+        *({"keep": "float8", "path": "a", "ops": ["exp"]}, {"keep": "computed"}, {"keep": "low", "shipped": True}),
+    ]
+    merged |= OpList.of({"saved": everything})
+    again = OpList.of(yaml.safe_load(merged.text()))
+    assert again == merged
+    assert [rule.shipped for rule in again.saved] == [rule.shipped for rule in merged.saved]
+    assert {str(rule.effect): rule.shipped for rule in again.saved if not rule.path} == {"low": True}
+
+
+def test_the_most_specific_rule_wins_and_then_the_later() -> None:
+    wide, narrow = {"keep": "recompute"}, {"keep": "float8", "ops": ["gelu"]}
+    for rules in ([wide, narrow], [narrow, wide]):
+        assert {one.op: one for one in plan_of(Mlp(), X, saved=rules).saved}["gelu"].keep is Keep.FLOAT8
+    lists = ["default", OpList.of({"saved": [narrow]})]
+    assert {one.op: one for one in plan_of(Mlp(), X, op_list=lists).saved}["gelu"].keep is Keep.FLOAT8
+    other = {**narrow, "keep": "computed"}
+    assert {one.op: one for one in plan_of(Mlp(), X, saved=[narrow, other]).saved}["gelu"].keep is Keep.COMPUTED
+    elsewhere = [wide, {**narrow, "devices": "meta"}]
+    assert {one.op: one for one in plan_of(Mlp(), X, saved=elsewhere).saved}["gelu"].keep is Keep.RECOMPUTE
 
 
 # -- what may not be rounded ------------------------------------------------------------------------------------------

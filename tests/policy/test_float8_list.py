@@ -6,19 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import fx
 
 from autocastfx import OpList, load_op_list
 from autocastfx.cli.main import main
 from autocastfx.errors import OpListError
-from autocastfx.policy.float8 import Float8Choice, Product, chosen
+from autocastfx.policy.float8 import Float8Choice, Product
+from autocastfx.policy.match import Matcher
 from tests.helpers import op_list
 
 OUTPUT, _, OF_WEIGHT = Product
 
 
 def said(lists: OpList, op: str = "linear", *modules: str, device: str = "cpu") -> Float8Choice | None:
-    return chosen(lists.float8, {op}, ("", *modules), device)
+    graph = fx.Graph()
+    node = graph.call_function(getattr(torch.ops.aten, op).default, (graph.placeholder("x"),))
+    node.meta["nn_module_stack"] = {path: (path, "m.Module") for path in ("", *modules)}
+    return Matcher(lists, device).float8_of(node)
 
 
 def listed(**keys: Any) -> OpList:
@@ -72,7 +78,7 @@ def test_the_narrower_rule_wins_setting_by_setting() -> None:
 
 def test_a_module_may_have_a_category_and_float8_in_one_entry() -> None:
     lists = OpList.of({"modules": [{"path": "head", "category": "float32", "float8": False}]})
-    assert (lists.modules[0].wanted, lists.float8[0].products) == ("float32", ())
+    assert (lists.modules[0].wanted, lists.float8[0].effect.products) == ("float32", ())
 
 
 def test_devices_and_ranks() -> None:
@@ -153,7 +159,8 @@ def test_the_preset_has_the_rules_of_bfloat16_and_linears_in_float8() -> None:
     preset = load_op_list("float8")
     assert preset.rules == load_op_list("bfloat16").rules
     (rule,) = preset.float8
-    assert (rule.op, rule.recipe, rule.last, rule.emulate, rule.shipped) == ("linear", "rowwise", False, None, True)
+    says = rule.effect
+    assert (rule.ops, says.recipe, says.last, says.emulate, rule.shipped) == (("linear",), "rowwise", False, None, True)
     assert not any(load_op_list(name).float8 for name in ("default", "float16", "bfloat16", "conservative"))
 
 
@@ -204,7 +211,7 @@ def test_a_wrong_entry_for_modules_is_one_clear_error(entry: dict[str, Any], mes
 
 def test_an_op_has_one_entry() -> None:
     with pytest.raises(
-        OpListError, match=r"float8\[1\]: 'float8 of linear' is listed twice, first at OpList:float8\[0\]"
+        OpListError, match=r"float8\[1\]\.ops\[0\]: 'float8 of linear' is listed twice, first at OpList:float8\[0\]"
     ):
         OpList.of({"float8": [{"ops": ["linear"]}, {"ops": ["linear"]}]})
     with pytest.raises(OpListError, match="expected a list"):

@@ -85,7 +85,11 @@ MODULES = {
         (read_rules.MODULE_KEYS, MODULES, "modules"),
         (read_rules.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
         (read_rules.FLOAT8_KEYS, {"ops": ["linear"], **FLOAT8}, "float8"),
-        (SAVED_KEYS, {"keep": "low", "ops": ["gelu"], "path": "layers.*", "reason": "measured"}, "saved"),
+        (
+            SAVED_KEYS,
+            {"keep": "low", "ops": ["gelu"], "path": "layers.*", "devices": "cuda", "reason": "measured"},
+            "saved",
+        ),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
@@ -100,7 +104,7 @@ def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str
 
 @pytest.mark.parametrize("word", KEEPS)
 def test_each_way_to_keep_a_value_is_taken(word: str) -> None:
-    assert OpList.of({"saved": [{"keep": word}]}).saved[0].keep is Keep(word)
+    assert OpList.of({"saved": [{"keep": word}]}).saved[0].effect is Keep(word)
 
 
 @pytest.mark.parametrize("word", [*read_rules.MODULE_CATEGORIES, *read_rules.CATEGORIES])
@@ -112,7 +116,7 @@ def test_each_category_of_a_module_is_taken(word: str) -> None:
 def test_each_way_of_a_demand_is_taken(word: str) -> None:
     lists = OpList.of({"demands": [{"ops": ["sin"], "through": word}]})
     found = lists.demand("sin_")
-    assert (found.through if found is not None else "nothing") == word
+    assert (found.effect.through if found is not None else "nothing") == word
 
 
 @pytest.mark.parametrize("device", read_rules.DEVICES)

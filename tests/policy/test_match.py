@@ -18,7 +18,8 @@ import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import OpListError, UnmatchedRuleWarning
 from autocastfx.graph.walk import all_nodes
-from autocastfx.policy.op_list import MatchedRules, Matcher, load_op_list
+from autocastfx.policy.match import MatchedRules, Matcher
+from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function, op_list
 
 

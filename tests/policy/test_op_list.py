@@ -19,7 +19,7 @@ from autocastfx.policy import kernel_facts
 from autocastfx.policy import op_list as op_list_module
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import preset_folder, preset_path
-from autocastfx.policy.rule import Category, Rule
+from autocastfx.policy.rule import Category, Rule, Runs
 from autocastfx.policy.yaml_tree import parse_file
 from tests.helpers import op_list, with_pinned_torch
 
@@ -48,11 +48,11 @@ def test_a_rule_has_its_category_its_reason_and_its_place(tmp_path: Path) -> Non
         """,
     )
     rule = lists.rules["bmm"]
-    assert (rule.op, rule.category, rule.reason) == ("bmm", Category.ALLOW, "products")
+    assert (rule.ops, rule.category, rule.reason) == (("bmm",), Category.ALLOW, "products")
     assert str(rule.source) == f"{tmp_path / 'test.yaml'}:3:15"
     assert lists.rules["linear"].reason == ""
     assert str(lists.rules["linear"].source).endswith(":4:5")
-    assert lists.rule("exp") == Rule("exp", Category.DENY)  # the place is no part of what a rule says
+    assert lists.rule("exp") == Rule(ops=("exp",), effect=Runs("deny"))  # the place is no part of what a rule says
     assert lists.rule("log") is None
     assert lists.name == "test"
 
@@ -242,7 +242,7 @@ def test_merging_replaces_rules_of_the_same_conditions_devices_and_paths(tmp_pat
         """,
     )
     for merged in (load_op_list([first, second]), load_op_list(second)):
-        said = {rule.subject: str(rule.category) for rule in merged.conditional.values()}
+        said = {rule.subject: str(rule.category) for rule in merged.lines.values() if rule.when or rule.device}
         assert said == {
             "gelu where approximate=none": "allow",
             "gelu where approximate=tanh": "deny",
@@ -336,9 +336,10 @@ def test_a_number_of_thousands_of_digits_in_python_data(data: Any) -> None:
 
 
 def test_an_op_list_does_not_follow_the_data_it_was_made_of() -> None:
-    rules = {"exp": Rule("exp", Category.DENY)}
-    lists = OpList(rules=rules)
-    rules.clear()
+    rule = Rule(ops=("exp",), effect=Runs("deny"))
+    lines = {rule.key: rule}
+    lists = OpList(lines=lines)
+    lines.clear()
     assert list(lists.rules) == ["exp"]
 
 
@@ -457,7 +458,7 @@ def test_a_shipped_list_may_name_what_this_torch_lacks(
     if "." not in gone:
         assert (dict(found.aliases), found.set_dtype) == ({"my_lib::other": "mm"}, {"sum"})
         assert set(found.reduction_depth) == {"*", "sum"}
-        assert {op: demand.of for op, demand in found.demands.items()} == {"sin": (), "sqrt": ("sub",)}
+        assert {demand.ops: demand.effect.of for demand in found.demands} == {("sin",): (), ("sqrt",): ("sub",)}
         assert [(rule.path, rule.ops) for rule in found.modules] == [("b", ("mm",))]  # one without ops speaks of all
     found.save(tmp_path / "saved.yaml")
     assert load_op_list(tmp_path / "saved.yaml") == found
@@ -511,7 +512,6 @@ def test_a_list_made_in_python_may_say_unlisted_by_its_word(word: str, category:
     made = OpList(unlisted=word)  # pyright: ignore[reportArgumentType]
     assert made.unlisted is category
     assert made == OpList(unlisted=category) == OpList.of({"unlisted": word})
-    assert Rule("exp", "deny").category is Category.DENY  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_word_for_unlisted_is_refused() -> None:

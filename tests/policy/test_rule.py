@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autocastfx.policy.rule import Category, Condition, ModuleRule, Rule, Scalar, module_pattern
+from autocastfx.policy.rule import Category, Condition, Rule, Runs, Scalar, Selector, module_pattern
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ from autocastfx.policy.rule import Category, Condition, ModuleRule, Rule, Scalar
     ],
 )
 def test_what_a_pattern_covers(path: str, covered: list[str], left: list[str]) -> None:
-    rule = ModuleRule(path, "low")
-    assert [p for p in covered + left if rule.covers(p)] == covered
+    selector = Selector(path=path)
+    assert [p for p in covered + left if selector.covers(p)] == covered
 
 
 NAMES = st.text(alphabet="ab0_", min_size=1, max_size=3)
@@ -45,11 +45,11 @@ NAMES = st.text(alphabet="ab0_", min_size=1, max_size=3)
 @example(names=[], place=0)
 def test_globs_made_of_a_path_cover_it(names: list[str], place: int) -> None:
     path = ".".join(names)
-    assert ModuleRule(".".join([*names[:place], "**", *names[place:]]), "low").covers(path)
+    assert Selector(path=".".join([*names[:place], "**", *names[place:]])).covers(path)
     if names:
-        assert ModuleRule(path, "low").covers(path)
-        assert ModuleRule(".".join(["*"] * len(names)), "low").covers(path)
-        assert not ModuleRule(".".join(["*"] * (len(names) + 1)), "low").covers(path)
+        assert Selector(path=path).covers(path)
+        assert Selector(path=".".join(["*"] * len(names))).covers(path)
+        assert not Selector(path=".".join(["*"] * (len(names) + 1))).covers(path)
 
 
 @pytest.mark.parametrize("path", ["a..b", "", ".a", "a**", "[", "a.[z-a]", "a b", "re:(", "re:a{2,1}"])
@@ -91,8 +91,9 @@ def test_a_condition_compares_value_and_kind(given: Any, wanted: Scalar, holds: 
 
 def test_rules_print_what_they_speak_of() -> None:
     when = (Condition("dim", (-1, 1)), Condition("dtype", (None,)), Condition("keepdim", (True,)))
-    rule = Rule("mean", Category.DENY, when=when, device="cpu")
+    rule = Rule(ops=("mean",), effect=Runs("deny"), when=when, device="cpu")
     assert rule.subject == "mean where dim=-1|1, dtype=null, keepdim=true on cpu"
-    assert ModuleRule("a.*", "low", ops=("exp", "log"), device="cuda").subject == "modules exp, log in a.* on cuda"
-    assert [ModuleRule("a", w).category for w in ("low", "float32", "keep")] == ["allow", "deny", "keep"]
-    assert [ModuleRule("a", str(c)).lowers for c in Category] == [True, False, True, True, True, False, False]
+    inside = Rule(path="a.*", effect=Runs("low"), ops=("exp", "log"), device="cuda")
+    assert inside.subject == "modules exp, log in a.* on cuda"
+    assert [Runs(word).category for word in ("low", "float32", "keep")] == ["allow", "deny", "keep"]
+    assert [c.may_be_low for c in Category] == [True, False, True, True, True, False, False]

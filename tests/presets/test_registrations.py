@@ -8,7 +8,7 @@ from torch import fx
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.policy.op_list import Matcher
+from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category
 from tests.helpers import with_pinned_torch
 

@@ -19,7 +19,7 @@ from autocastfx.passes.analysis.units import Ports, behind_moves, listed_categor
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
-from autocastfx.policy.rule import Category, Demand
+from autocastfx.policy.rule import Category, Demand, Rule
 
 # Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
 
@@ -343,13 +343,14 @@ class Demands:
             return _Wish(node.name, cancels, Forced.DISTANCE, node in self.cancelling, _ANY), reads
         if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
             return None, []
-        at = [u.node for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
+        effect = demand.effect
+        at = [u.node for u in reads if u.argument in (effect.at or effect.arguments or (u.argument,))]
         at = at if divisor is None else [divisor]
-        if demand.of and not any(_is_made_by(value, demand.of, self.ports.op_list) for value in at):
+        if effect.of and not any(_is_made_by(value, effect.of, self.ports.op_list) for value in at):
             return None, []
-        through = demand.through in ("products", "both")
+        through = effect.through in ("products", "both")
         wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, _FREE if divisor is None else _ANY)
-        named = demand.arguments if divisor is None else ()
+        named = effect.arguments if divisor is None else ()
         demanded = [u for u in reads if u.argument in (named or (u.argument,))]
         return (wish, demanded) if demanded else (None, [])
 
@@ -375,11 +376,11 @@ class Demands:
 
     def _after(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
         """The products that read the result of an op whose demand goes both ways."""
-        made: dict[fx.Node, Demand] = {}
+        made: dict[fx.Node, Rule[Demand]] = {}
         for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
             demand = self.ports.op_list.demand(op_name(node))
             before = [made[r] for r in node.all_input_nodes if r in made]
-            if demand is not None and demand.through == "both":
+            if demand is not None and demand.effect.through == "both":
                 made[node] = demand
             elif before and (decisions[node].category.is_free or is_member(node)):
                 made[node] = before[0]

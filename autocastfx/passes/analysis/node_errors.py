@@ -10,10 +10,10 @@ from torch import fx
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import all_names, elements, example, is_float32, module_path, producer, uses
 from autocastfx.graph.sizes import product
+from autocastfx.graph.walk import Key, key_of
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Term
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.plan.plan import Placement, PlannedFloat8, Precision, ProductError, Recomposed
-from autocastfx.plan.ranges import Key, key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature, added, rms
 from autocastfx.policy.float8 import Product
 

@@ -20,8 +20,8 @@ from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why, decision_by_list, refuse_banned
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import Matcher
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.rule import Category, Rule, Runs
 
 CASTS = ("to", "_to_copy", "type_as")
 _WIDE = (torch.float32, torch.float64)
@@ -74,22 +74,23 @@ class Widener:
         if not any(self.low in dtypes(one) for one in (node, *node.all_input_nodes)):
             return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", Forced.NOT_FLOAT32)
         is_cast = op_name(node) in CASTS
-        if is_cast and not (isinstance(rule, ModuleRule) and set(dtypes(node)) == {self.low}):
+        of_module = rule is not None and bool(rule.path)
+        if is_cast and not (of_module and set(dtypes(node)) == {self.low}):
             return Decision(Category.KEEP, "the model's own cast", Forced.USER_CAST)
-        if isinstance(rule, Rule) and rule.shipped and (other := self.facts.stands_for(node)) is not None:
+        if rule is not None and not of_module and rule.shipped and (other := self.facts.stands_for(node)) is not None:
             square = self.matcher.op_list.rule(other, self.matcher.device)
             listed = listed if square is None else decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
             return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
         if not listed.category.is_float32:
             return listed
-        if isinstance(rule, ModuleRule) and not is_cast and self._is_exact(node, rule):
+        if rule is not None and of_module and not is_cast and self._is_exact(node, rule):
             return decision_by_list(self.matcher.op_list, self.matcher.own(node))
         if node in fixed or (is_cast and any(read in fixed for read in node.all_input_nodes)):
             return Decision(Category.KEEP, "shares memory that is written into", Forced.STAYS_LOW)
         return listed
 
-    def _is_exact(self, node: fx.Node, rule: ModuleRule) -> bool:
+    def _is_exact(self, node: fx.Node, rule: Rule[Runs]) -> bool:
         """True for an op that a rule for its whole module need not raise: what it gives is exact in 16 bits.
 
         It only moves values, or the list keeps it: rows of a table are widened when they are picked, not the table.

@@ -17,8 +17,9 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.sizes import abstract_call, in_dtype_of
 from autocastfx.plan.plan import Placement, Precision, Why
-from autocastfx.policy.op_list import Matcher, OpList
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category, Rule, Runs
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Dispatch:
     low: torch.dtype
     device: str
 
-    def rule(self, node: fx.Node) -> Rule | ModuleRule | None:
+    def rule(self, node: fx.Node) -> Rule[Runs] | None:
         """The rule that decides ``node``."""
         return Matcher(self.op_list, self.device)(node)
 

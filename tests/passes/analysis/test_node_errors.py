@@ -15,11 +15,11 @@ from torch import fx
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, stand_for, uses
+from autocastfx.graph.walk import key_of
 from autocastfx.passes.analysis.node_errors import NodeEffectMap, equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.plan.plan import Cause, Placement, Precision, Recomposed, Why
-from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.tune_models import MODELS
