@@ -25,8 +25,8 @@ from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working
 
 if TYPE_CHECKING:
     from autocastfx.capture.captured import Captured
-    from autocastfx.runtime.amp_module import Variant
     from autocastfx.runtime.captures import CapturedGraph
+    from autocastfx.runtime.variant import Variant
 
 CALL = "autocastfx_call"  # the module that checks calls, and holds the constants of the graph
 _OUTPUT = "autocastfx_output"  # the module that makes the output

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,14 +16,14 @@ from torch import fx, nn
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.around import skip_frames
 
-if TYPE_CHECKING:
-    from autocastfx.runtime.amp_module import AmpModule
-
 
 class Method:
-    """A method of the model. While it runs, calls of the model and of its parts in this thread are converted."""
+    """A method of the model of ``owner``, an AmpModule: while it runs, calls of the model and its parts are converted.
 
-    def __init__(self, owner: AmpModule, method: MethodType) -> None:
+    Those of other threads are not.
+    """
+
+    def __init__(self, owner: Any, method: MethodType) -> None:
         update_wrapper(self, method)
         self._owner, self._method = owner, method
         self.__func__, self.__self__ = method.__func__, owner
@@ -61,7 +61,7 @@ def _the_models(name: str) -> property:
 def _special(name: str) -> Callable[..., Any]:
     """Return a special method that is the model's."""
 
-    def method(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(self._model, name)
         return map(self._wrapped, own()) if name in _ITERATES else Method(self, own)(*args, **kwargs)
 
@@ -73,7 +73,7 @@ _ITERATES = ("__iter__", "__reversed__")
 
 
 @contextmanager
-def _converted_inside(owner: AmpModule) -> Generator[None]:
+def _converted_inside(owner: Any) -> Generator[None]:
     """While open, calls of the model and of its modules in this thread are calls of their views."""
     thread = threading.get_ident()
     taken = [m for m in owner._model.modules() if m.__dict__.get("_compiled_call_impl") is None]
@@ -89,7 +89,7 @@ def _converted_inside(owner: AmpModule) -> Generator[None]:
 class _InsideCall:
     """The call of a module while a method of a converted model runs."""
 
-    def __init__(self, owner: AmpModule, module: Any, thread: int) -> None:
+    def __init__(self, owner: Any, module: Any, thread: int) -> None:
         self.owner, self.module, self.thread = owner, module, thread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ def results(device: str, low: torch.dtype) -> dict[Entry, Any]:
     model = Calls(calls, low)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "float16 convolutions on a CPU")
+        warnings.filterwarnings("ignore", "(?s).*deprecated")  # of functions that the lists of torch.autocast name
         preset = f"torch_autocast_{device}"
         converted = autocastfx.convert(model, NOTHING, dtype=low, op_list=preset, keep_output_dtype=False)
     return dict(zip(calls, converted(NOTHING), strict=True))
