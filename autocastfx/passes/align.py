@@ -3,7 +3,7 @@
 A product whose sizes are no multiple of what a device's kernels read at once runs kernels of older hardware: on an
 H200 one of 50,257 columns runs at 127 TFLOP/s, and at 730 where there are 50,304. It is padded with zeros, and what was
 asked for is a view of the result. Fused attention refuses a mask whose last stride is not 1: it is laid out anew, once
-for all that read it. Both change no number.
+for all that read it. Both change no number. Where a list says ``tf32`` of a module, its float32 products run so.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from autocastfx.graph import alias
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, argument, captured_behind, place_like, set_argument, set_origin, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes
-from autocastfx.passes.patterns.patterns import DENSE_MASK
+from autocastfx.passes.patterns.patterns import DENSE_MASK, TF32_PRODUCT
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import ALIGNED_PRODUCT, Precision, Recomposed
+from autocastfx.policy.rule import Rule, Runs
+from autocastfx.runtime.operators.tf32 import tf32_product
 
 _aten: Any = torch.ops.aten
 _pad_nd = _aten.constant_pad_nd.default
@@ -55,6 +57,7 @@ _PRODUCTS: Mapping[Any, _Product] = {
 # How new nodes are called, behind the name of what they are made of.
 _MADE: Mapping[Any, str] = {
     _pad_nd: "padded",
+    _aten.t.default: "transposed",
     _aten.slice.Tensor: "once",
     _aten.clone.default: "dense",
     _aten.expand_as.default: "expanded",
@@ -79,6 +82,9 @@ class Align(Pass):
             changed += pad_products(low, multiple, seen)
         if DENSE_MASK in settings.recompose:
             changed += lay_out_masks(low, written, seen)
+        if TF32_PRODUCT in settings.recompose:
+            wide = [node for node, placement in state.placements.items() if placement.run is Precision.FLOAT32]
+            changed += use_tf32([node for node in wide if _says_tf32(settings.matcher(node))], seen)
         return replace(state, recomposed=(*state.recomposed, *changed)) if changed else state
 
 
@@ -213,6 +219,31 @@ def lay_out_masks(
         set_argument(node, "attn_mask", dense[mask])
         laid_out.append(Recomposed(DENSE_MASK, node.name, (node.name,)))
     return laid_out
+
+
+def _says_tf32(rule: Rule[Runs] | None) -> bool:
+    return rule is not None and rule.effect.word == "tf32"
+
+
+def use_tf32(nodes: Iterable[fx.Node], seen: Callable[[fx.Node], Any]) -> list[Recomposed]:
+    """Let those of the float32 ``nodes`` that are products with a matrix compute in TF32, in place."""
+    changed: list[Recomposed] = []
+    for node in nodes:
+        product = _PRODUCTS.get(node.target)
+        if product is None:
+            continue
+        left, right = argument(node, product.left), argument(node, product.right)
+        if seen(right).ndim != 2 or seen(left).ndim < 2:
+            continue
+        bias = argument(node, product.bias) if product.bias else None
+        is_scaled = any(argument(node, name) not in (None, 1) for name in ("alpha", "beta"))
+        if is_scaled or (bias is not None and seen(bias).ndim != 1):
+            continue
+        if product.columns == 0:
+            right = _before(node, _aten.t.default, right)
+        node.target, node.args, node.kwargs = tf32_product, (left, right, bias), {}
+        changed.append(Recomposed(TF32_PRODUCT, node.name, (node.name,)))
+    return changed
 
 
 def _laid_out(mask: fx.Node, given: torch.Tensor) -> fx.Node:

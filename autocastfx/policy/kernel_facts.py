@@ -174,9 +174,10 @@ _TABLES: Mapping[str, Callable[[Tree], Any]] = {
 # ``_keep_in_fp32_modules_strict`` for both 16-bit dtypes. When it loads a checkpoint, a parameter or buffer whose
 # name holds such a part (a regular expression, in which ``*`` stands for any characters) stays float32.
 
+_FOR_RANGE = "_keep_in_fp32_modules"  # what bfloat16 may hold is float32 for its range: TF32 has that, too
 _ATTRIBUTES: Mapping[str, tuple[torch.dtype, ...]] = {
     "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16),
-    "_keep_in_fp32_modules": (torch.float16,),
+    _FOR_RANGE: (torch.float16,),
 }
 
 
@@ -196,12 +197,13 @@ def kept_in_float32(model: nn.Module, low: torch.dtype) -> OpList:
             for part in sorted(part for part in parts if isinstance(part, str)):
                 for path in _kept(inner, re.compile(part.replace("*", ".*"))):
                     name = type(inner).__name__
+                    word = "tf32" if attribute == _FOR_RANGE else "float32"
                     reason = f"{name} keeps {part!r} in float32 ({attribute})"
+                    reason += "; its products run in TF32 on CUDA" if word == "tf32" else ""
                     whole = ".".join(filter(None, (prefix, path)))
                     place = KeyPath(name, attribute)
-                    rules.setdefault(
-                        whole, Rule(path=whole, effect=Runs("float32"), reason=reason, source=place, shipped=True)
-                    )
+                    rule = Rule(path=whole, effect=Runs(word), reason=reason, source=place, shipped=True)
+                    rules.setdefault(whole, rule)
     joined = _joined(rules, [path for path, _ in model.named_modules()])
     return OpList(lines={rule.key: rule for rule in joined})
 

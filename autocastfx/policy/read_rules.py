@@ -76,6 +76,7 @@ MODULE_KEYS: Mapping[str, str] = {
 MODULE_CATEGORIES: Mapping[str, str] = {
     "low": "16 bits, even for ops that the list denies; a node whose numbers 16 bits cannot hold stays float32",
     "float32": "the same as `deny`",
+    "tf32": "as `deny`, but on CUDA its matrix products run in TF32: the range of float32, the mantissa of float16",
 }
 FLOAT8_KEYS: Mapping[str, str] = {
     "ops": "these ops run in float8 where they run in 16 bits, and one of their operands is a weight",

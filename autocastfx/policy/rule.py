@@ -241,9 +241,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Runs:
-    """What a rule says of the precision: a category; for modules also ``float32`` (as ``deny``), or ``low``.
+    """What a rule says of the precision: a category; for modules also ``float32`` (as ``deny``), ``tf32``, or ``low``.
 
     ``low`` is ``allow`` even for denied ops, but numbers that the 16-bit dtype cannot hold still force float32.
+    ``tf32`` is ``deny``, but lets products run in TF32 on CUDA.
     """
 
     word: str
@@ -251,7 +252,9 @@ class Runs:
     @property
     def category(self) -> Category:
         """The category that the word stands for."""
-        return {"low": Category.ALLOW, "float32": Category.DENY}.get(self.word) or Category(self.word)
+        return {"low": Category.ALLOW, "float32": Category.DENY, "tf32": Category.DENY}.get(self.word) or Category(
+            self.word
+        )
 
     def __str__(self) -> str:
         return self.word

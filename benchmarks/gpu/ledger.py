@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autocastfx
+from autocastfx.runtime.operators.tf32 import SWITCH
 from benchmarks.command import Command
 from benchmarks.gpu.models import MODELS
 from benchmarks.memory import cuda_dropout, make_fake
@@ -77,6 +78,7 @@ RATES: Mapping[str, Rate] = {
     "product, sizes of 2": Rate(4.0 * _TB, 253 * _TF),
     "product, odd sizes": Rate(4.0 * _TB, 127 * _TF),
     "product, float32": Rate(4.0 * _TB, 45 * _TF),
+    "product, TF32": Rate(4.0 * _TB, 380 * _TF),
     "convolution": Rate(2.6 * _TB, 500 * _TF),
     "convolution, float32": Rate(2.6 * _TB, 45 * _TF),
     "attention": Rate(3.0 * _TB, 230 * _TF),
@@ -200,7 +202,7 @@ class Reader(TorchDispatchMode):
 def product_kind(left: Tensor, right: Tensor) -> str:
     """Name the kind of a matrix product: by dtype, and by what divides the sizes that lie in memory one by one."""
     if left.dtype == torch.float32:
-        return "product, float32"
+        return "product, TF32" if SWITCH.is_on else "product, float32"
     rows = {int(t.shape[-1] if t.stride(-1) == 1 else t.shape[-2]) for t in (left, right)} | {int(right.shape[-1])}
     if all(size % 8 == 0 for size in rows):
         return "product"

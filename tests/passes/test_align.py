@@ -171,3 +171,48 @@ def test_a_mask_that_fits_stays() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ArgumentError, match="aligned_product, dense_mask"):
         converted(nn.Linear(2, 2), torch.ones(2, 2), recompose=["aligned"])
+
+
+class Feed(nn.Module):
+    """Products of a module that a list lets run in TF32, and of one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wi, self.wo = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mixing = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.mixing[0], self.wo(self.wi(x).relu()), self.mixing)
+
+
+TF32 = autocastfx.OpList.of({"modules": [{"path": "wo", "category": "tf32"}]}, name="tf32")
+
+
+def test_a_list_lets_products_run_in_tf32() -> None:
+    """They are float32 products in the plan, and the same numbers off a GPU."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    amp = converted(Feed(), x, op_list=["default", TF32])
+    assert [(one.pattern, one.node) for one in amp.plan.recomposed] == [("tf32_product", "linear_1")]
+    assert "float32" in autocastfx.explain(amp, "linear_1")
+    plain = converted(Feed(), x, op_list=["default", TF32], recompose=False)
+    assert not plain.plan.recomposed
+    for ours, other in zip(results(amp, x), results(plain, x), strict=True):
+        torch.testing.assert_close(ours, other)
+    everywhere = autocastfx.OpList.of({"modules": [{"path": "**", "category": "tf32"}]}, name="all")
+    patterns = [one.pattern for one in converted(Feed(), x, op_list=["default", everywhere]).plan.recomposed]
+    assert patterns == ["tf32_product"] * 3
+    assert not converted(Feed(), x, op_list=["default", TF32], device="cpu").plan.recomposed
+
+
+def test_what_a_model_keeps_for_its_range_runs_in_tf32() -> None:
+    """transformers keeps T5's ``wo`` in float32 beside float16, whose range is too small."""
+
+    class Kept(Feed):
+        _keep_in_fp32_modules = ("wo",)
+
+    x = torch.randn(4, 8)
+    amp = converted(Kept(), x, dtype="float16")
+    assert [one.node for one in amp.plan.recomposed] == ["linear_1"]
+    assert "run in TF32 on CUDA" in autocastfx.explain(amp, "linear_1")
+    assert not converted(Kept(), x, dtype="bfloat16").plan.recomposed

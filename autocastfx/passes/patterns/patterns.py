@@ -405,7 +405,8 @@ REPEATED = "repeated"  # what is computed again from the same values
 MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
 SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
 DENSE_MASK = "dense_mask"  # a mask of strides that no fused attention of CUDA takes, laid out anew
-_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, ALIGNED_PRODUCT, DENSE_MASK)
+TF32_PRODUCT = "tf32_product"  # a product that stays float32, and that a list lets CUDA compute in TF32
+_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT)
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:

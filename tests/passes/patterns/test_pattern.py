@@ -13,20 +13,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autocastfx.graph.node import attributes_of, set_value
 from autocastfx.passes.patterns.patterns import (
+    DENSE_MASK,
     LOSS_CAST,
     MATH_ATTENTION,
     PATTERNS,
     REPEATED,
     SHORT_ATTENTION,
+    TF32_PRODUCT,
     Pattern,
     chosen,
 )
 from autocastfx.passes.recompose import recompose
+from autocastfx.plan.plan import ALIGNED_PRODUCT
 
 OF_ONE = [pattern for pattern in PATTERNS if "attention" not in pattern.name]  # attention has tests of its own
 CASES = [(pattern, formula) for pattern in OF_ONE for formula in pattern.formulas]
 IDS = [f"{p.name}-{i}" for p in OF_ONE for i, _ in enumerate(p.formulas)]
 NAMES = (*(p.name for p in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION)
+NAMES += (ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT)
 WRITTEN = {"dims": [-1], "dim": -1, "eps": 1e-5}
 
 
@@ -94,7 +98,8 @@ def test_a_formula_is_found_and_found_once(pattern: Pattern, formula: Callable[.
 def test_true_is_all_but_attention_and_false_is_none() -> None:
     assert chosen(NAMES) == chosen(NAMES[::-1]) == NAMES
     wanted = ("tanh_gelu", "erf_gelu", "quick_gelu", "silu", "rms_norm", "layer_norm", "softmax")
-    wanted += ("repeated", "loss_cast", "math_attention", "short_attention", "aligned_product", "dense_mask")
+    wanted += ("repeated", "loss_cast", "math_attention", "short_attention")
+    wanted += ("aligned_product", "dense_mask", "tf32_product")
     assert chosen(True) == wanted
     assert {*NAMES} - {*wanted} == {"attention", "masked_attention"}
     assert chosen(False) == chosen(()) == ()
