@@ -52,7 +52,8 @@ def test_t5_keeps_its_last_products_in_float16_alone() -> None:
     assert {(rule.wanted, rule.reason, str(rule.source)) for rule in rules} == {
         (
             "tf32",
-            "T5ForConditionalGeneration keeps 'wo' in float32 (_keep_in_fp32_modules); its products run in TF32 on CUDA",
+            "T5ForConditionalGeneration keeps 'wo' in float32 (_keep_in_fp32_modules); "
+            "its products run in TF32 on CUDA",
             "T5ForConditionalGeneration:_keep_in_fp32_modules",
         )
     }
