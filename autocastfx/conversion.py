@@ -76,6 +76,7 @@ def convert(
     sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
     check: bool | None = None,
     saved: str | Sequence[Mapping[str, Any]] = "as computed",
+    fuse: str = "none",
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -138,6 +139,10 @@ def convert(
             e4m3, with a scale for each row; or entries as under ``saved`` of an op list. Narrower rules of ``op_list``
             win. :func:`tune` chooses value by value. A compiler decides itself what to keep and recompute, so
             ``torch.compile`` ignores this.
+        fuse: ``"inductor"``: what lies between products is compiled by TorchInductor, each kind of region once
+            (:mod:`autocastfx.runtime.regions`). The plan is the same; a region rounds nothing inside of it, draws other
+            numbers for dropout than torch, and chooses itself what it keeps for backward. It needs a C++ compiler on a
+            CPU, and Triton on a GPU. ``"none"``: ops run one by one.
         check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.
@@ -180,6 +185,7 @@ def convert(
         recompose=recompose,
         sensitivity=sensitivity,
         saved=saved,
+        fuse=fuse,
     )
     started = time.perf_counter()
     module, target = _as_module(model), options.target

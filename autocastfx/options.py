@@ -24,6 +24,7 @@ from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.policy.saved import rules_of
+from autocastfx.runtime.regions import check_compiler
 
 _Path = str | os.PathLike[str]
 
@@ -48,9 +49,10 @@ class Options:
     recompose: bool | Sequence[str] = True
     sensitivity: Sensitivity | _Path | None = None
     saved: str | Sequence[Mapping[str, Any]] = "as computed"
+    fuse: str = "none"
 
     def __post_init__(self) -> None:
-        check_arguments(self.fold, self.weights, self.headroom)
+        check_arguments(self.fold, self.weights, self.headroom, fuse=self.fuse)
         if not isinstance(self.keep_output_dtype, bool):
             raise ArgumentError(f"keep_output_dtype is True or False, not {shown(self.keep_output_dtype)}")
         _ = self.target
@@ -102,7 +104,15 @@ class Options:
             recompose=chosen(self.recompose),
             weights=self.weights,
             is_low_model=own is not None,
+            fuse=self.fuse,
         )
+        if self.fuse == "inductor":
+            check_compiler(device.type)
+            if lists.saved:
+                raise UnsupportedError(
+                    "with fuse='inductor' the compiler chooses what is kept for backward, and rules under 'saved' have "
+                    "no effect: leave one of the two out."
+                )
         if self.calibrate is not None:
             converter = replace(converter, ranges=ranges_of(self.calibrate, measure, lists))
         if self.sensitivity is not None:

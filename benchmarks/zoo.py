@@ -465,7 +465,7 @@ def _totals(rows: Sequence[Kept]) -> str:
     found = counts(rows)
     head = (
         f"\n{len(rows)} models, {found.total()} cases: {found['PASS']} pass, {found['REFUSED']} are refused, as "
-        f"they must be, {found['FAIL']} fail, {found['UNEXPORTABLE']} are not captured by torch.export either"
+        f"they must be, {found['FAIL']} fail, {found['UNEXPORTABLE']} cannot be captured as one graph"
     )
     said = (f"  {row.model}, {', '.join(at)}: {reason}" for row in rows for reason, at in row.reasons.items())
     return "\n".join([head, *said])

@@ -199,7 +199,7 @@ def test_a_trace_that_is_planted_in_a_tool_is_seen(monkeypatch: pytest.MonkeyPat
     training = Training()
     before = world(training)
 
-    def nothing(*_: object) -> AbstractContextManager[None]:
+    def nothing(*_: object, **options: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     monkeypatch.setattr("autocastfx.capture.leave_intact.intact", nothing)

@@ -410,7 +410,9 @@ def named_device(given: torch.device | str | None) -> torch.device | None:
 # Checks of the arguments of a conversion, before anything is captured.
 
 
-def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, check: bool | None = None) -> None:
+def check_arguments(
+    fold: str, weights: str = "cast", headroom: float = 1.0, *, check: bool | None = None, fuse: str = "none"
+) -> None:
     """Check arguments of a conversion.
 
     Raises:
@@ -420,7 +422,11 @@ def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, 
         raise ArgumentError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
     if check not in (None, True, False):
         raise ArgumentError(f"check is None, True or False, not {shown(check)}")
-    choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
+    choices = {
+        "weights": (weights, ("cast", "cached", "low")),
+        "fold": (fold, tuple(LEVELS)),
+        "fuse": (fuse, ("none", "inductor")),
+    }
     for name, (given, known) in choices.items():
         if given not in known:
             raise ArgumentError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")

@@ -387,7 +387,10 @@ def _advice(said: str) -> str:
             "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
             f"torch.cond or torch's own functions there, convert the submodules apart, or {_IN_PLACE}."
         )
-    return f"Write this line so that one graph holds it, convert the submodules apart, or {_IN_PLACE}."
+    return (
+        "Write this line so that one graph holds it; if it runs in the first call alone, call the model once before "
+        f"you convert it; or convert the submodules apart, or {_IN_PLACE}."
+    )
 
 
 def _class_that_fails(error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> type | None:

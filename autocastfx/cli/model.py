@@ -385,7 +385,7 @@ def _first_line(error: Exception) -> str:
 
 # Options of the command line that are arguments of ``convert``.
 
-_NAMES = ("device", "fold", "recompose", "calibrate", "plan")
+_NAMES = ("device", "fold", "fuse", "recompose", "calibrate", "plan")
 
 
 def add_conversion_options(parser: argparse.ArgumentParser) -> None:
@@ -393,6 +393,7 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     conversion = group(parser, CONVERSION)
     conversion.add_argument("--device", metavar="DEVICE", help="decide for the kernels of this device; the model's")
     conversion.add_argument("--fold", choices=tuple(LEVELS), help="where a deny op may take and give 16 bits; exact")
+    conversion.add_argument("--fuse", choices=("none", "inductor"), help="compile what lies between products; none")
     which = conversion.add_mutually_exclusive_group()
     which.add_argument("--recompose", nargs="+", metavar="NAME", help="use these patterns alone, of all of convert's")
     which.add_argument(

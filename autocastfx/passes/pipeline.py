@@ -64,6 +64,7 @@ class Converter(Settings):
     """The settings of one conversion, applicable to any number of captured graphs."""
 
     as_captured: bool = False  # graphs stay as they are
+    fuse: str = "none"  # how what is converted runs between products
 
     def fixed_facts(self, tensor: torch.Tensor) -> tuple[object, ...]:
         """What decisions may rest on as long as the numbers of a tensor stay that no optimizer changes."""

@@ -219,6 +219,9 @@ def _view(amp_model: AmpModule, number: int) -> View:
     which = f"{number + 1} of {len(variants)}, {mode}"
     words = f"{which}, called with {variant.structure}"
     shown = replace(titled(view(amp_model, variant, words), which), model=amp_model._original.class_name)
+    if variant.fuse != "none":
+        count, kinds = variant.regions
+        shown = replace(shown, outside=(*shown.outside, f"regions: {count} of {kinds} kinds, compiled by Inductor"))
     prices = amp_model._original.converter.prices
     measured = prices.sensitivity if prices is not None else None
     return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))

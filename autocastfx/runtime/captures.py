@@ -29,7 +29,7 @@ from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, 
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.errors import CaptureError, ManyVariantsWarning
+from autocastfx.errors import ManyVariantsWarning
 from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes, mode_of
 from autocastfx.runtime.quick_graph import lift
@@ -153,6 +153,9 @@ def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return weakref.ref(tensor) if tensor.ndim or isinstance(tensor, nn.Parameter) else lambda: tensor
 
 
+_LOCK = re.compile(r"enter a `(?:lock|RLock|Condition|Semaphore)`")  # as Dynamo says that a lock breaks the graph
+
+
 class Captures:
     """Captures a model at its calls, each time that no graph fits, and runs what fits.
 
@@ -176,7 +179,7 @@ class Captures:
         self.model, self.signature, self._whole, self._root = model, signature, frozenset(whole), root or model
         self.graphs: list[CapturedGraph] = []
         self._any_size = any_size
-        self._was_set_up = False  # a first call may set the model up, in code that breaks the graph
+        self._was_set_up = False  # a first call may set the model up, under a lock
         self._pads = False  # that it computes padded places is told once
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
@@ -207,7 +210,7 @@ class Captures:
             except RuntimeError as error:
                 if (plain := plain_error(error, self.model, args, kwargs)) is None:
                     raise
-            if not self.graphs and not self._was_set_up and isinstance(plain, CaptureError):
+            if not self.graphs and not self._was_set_up and _LOCK.search(str(plain)) is not None:
                 self._was_set_up = True
                 if (undo := set_up_by_call(self.model, args, kwargs)) is not None:
                     return self._call_set_up(undo, plain, args, kwargs)
@@ -218,7 +221,11 @@ class Captures:
     def _call_set_up(
         self, undo: Callable[[], None], plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Capture the model after what its first call adds to it: that code is behind it, and breaks no graph."""
+        """Capture the model after what its first call adds to it: that code is behind it, and breaks no graph.
+
+        Only code under a lock is taken to set up what is shared, and to do so once: other code may change in its first
+        call what nobody can give back.
+        """
         runs, around = cast("Runs", NOW.runs), NOW.around
         try:
             return self.call(runs, args, kwargs, around=around)

@@ -23,6 +23,7 @@ from autocastfx.graph.walk import mode_of
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.captures import NOW, CapturedGraph
 from autocastfx.runtime.quick_graph import lift, quickened
+from autocastfx.runtime.regions import fuse_regions, regions_in
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
 
@@ -42,6 +43,7 @@ class Variant(nn.Module):
         places: the names of Dynamo's inputs, in Dynamo's order.
         results: where the model's output is.
         fixed: the tensors on whose numbers decisions rest.
+        regions: how many regions Inductor compiles, and of how many kinds.
     """
 
     def __init__(self, graph: CapturedGraph, made: Any) -> None:
@@ -56,6 +58,7 @@ class Variant(nn.Module):
         self._settled = replace(self.guard, conditions=tuple(conditions))  # by another conversion than the first one
         self.places, self.results = graph.places, graph.results
         self.fixed: Sequence[FixedTensor] = ()
+        self.fuse, self.regions = "none", (0, 0)
         self.autocast = self.device.type if torch.amp.is_autocast_available(self.device.type) else None
         self.prefix = self.code = ""
         self._held: dict[str, str] = {}
@@ -128,7 +131,11 @@ class Variant(nn.Module):
         self.code, _ = compiled(self.graph)
         self.keeping = self.graph
         constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
-        called = quickened(lift(self.graph, [ATTRIBUTE, *self.places, *constants]))
+        lifted = lift(self.graph, [ATTRIBUTE, *self.places, *constants])
+        if self.fuse == "inductor":
+            lifted = fuse_regions(lifted)
+            self.regions = regions_in(lifted)
+        called = quickened(lifted)
         if saved := self.plan.saved:
             self.keeping = keep_chosen(self.graph, saved, forms)
             called = keep_chosen(called, saved, forms)
@@ -178,6 +185,7 @@ def converted_variant(
     """
     device = device or graph.captured.device
     variant = Variant(graph, _converted(converter, graph, held, device))
+    variant.fuse = converter.fuse
     places = {name: i for i, name in enumerate(graph.places)}
     fixed = ((n, t) for n, t in held.items() if n in places and not t.requires_grad)
     with_facts = ((n, t, converter.fixed_facts(t)) for n, t in fixed)

@@ -42,19 +42,29 @@ class Recording(nn.Module):
 
 
 class Configured(nn.Module):
-    """Reads a file in its first call."""
+    """Reads a file in its first call, as what another thread may do as well."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.path = nn.Linear(8, 8), path
+        self.layer, self.path, self.lock = nn.Linear(8, 8), path, threading.RLock()
         self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in self.__dict__:
+            with self.lock, self.path.open() as file:
+                self.scale = json.load(file)["scale"]
+        self.calls += 1
+        return self.layer(x) * self.scale
+
+
+class Reading(Configured):
+    """Reads it without a lock."""
 
     def forward(self, x: Tensor) -> Tensor:
         if "scale" not in self.__dict__:
             with self.path.open() as file:
                 self.scale = json.load(file)["scale"]
-        self.calls += 1
         return self.layer(x) * self.scale
 
 
@@ -84,6 +94,8 @@ def test_numbers_that_the_first_call_reads(tmp_path: Path) -> None:
     assert model.get_buffer("calls") == 0
     near(amp(X), Configured(path)(X))
     assert model.get_buffer("calls") == 1
+    with pytest.raises(CaptureError, match="call the model once"):
+        autocastfx.convert(Reading(path), (X,), dtype="bfloat16")
 
 
 class Unseen(nn.Module):

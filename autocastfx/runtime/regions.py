@@ -1,0 +1,191 @@
+"""``fuse="inductor"``: compile the regions of a graph that are bound by memory, each kind of region once.
+
+Between products a model adds, drops out, normalizes: each op reads and writes all of a value, though it hardly
+computes. TorchInductor makes few kernels of such a region. Regions of equal ops, sizes and strides, as equal layers
+have, share what is compiled, so compiling takes as long for 48 layers as for 4. A region's inputs and results have the
+dtypes that are planned; what lies between them is not rounded to 16 bits where the eager ops round it. Inductor chooses
+what a region keeps for backward, and its dropout draws other numbers than torch's.
+
+Nothing of Dynamo runs: AOTAutograd and Inductor compile a region for the tensors of its first call. Under transforms of
+torch.func, while tracing, and inside torch.compile, a region runs op by op.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+
+from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.errors import MissingExtraError
+from autocastfx.graph import alias
+from autocastfx.graph.names import base_name, op_name
+from autocastfx.graph.node import tensors
+from autocastfx.runtime.operators.casts import is_concrete
+
+# Ops that torch's own kernels compute best, and those that Inductor would only call.
+_APART = frozenset(
+    (
+        *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        *("embedding", "cross_entropy_loss", "nll_loss_nd", "batch_norm", "_unsafe_index", "index", "item", "sort"),
+        *("topk", "cumsum", "max_pool2d", "arange", "multinomial", "bernoulli", "gather", "lstm", "gru"),
+    )
+)
+_LEAST = 2  # ops that compute: a region of fewer saves nothing
+
+
+def fuse_regions(graph: fx.Graph) -> fx.Graph:
+    """Return ``graph``, which takes tensors as inputs, with a call of a :class:`Region` for each region.
+
+    One that reads anything else, as a graph with loops or branches does, stays as it is.
+    """
+    if graph.find_nodes(op="get_attr") or graph.find_nodes(op="call_module"):
+        return graph
+    module = fx.GraphModule({}, graph)
+    partitioner = CapabilityBasedPartitioner(module, _Fusible(), allows_single_node_partition=False)
+    partitions = [
+        dict.fromkeys(one.nodes) for one in partitioner.propose_partitions() if sum(map(_computes, one.nodes)) >= _LEAST
+    ]
+    fused = fuse_by_partitions(module, partitions, prefix="region_")
+    kinds: dict[object, Region] = {}
+    for node in list(fused.graph.find_nodes(op="call_module")):
+        part = fused.get_submodule(str(node.target))
+        if isinstance(part, fx.GraphModule):
+            node.op, node.target = "call_function", kinds.setdefault(_kind(part.graph), Region(part))
+    fused.graph.lint()
+    return fused.graph
+
+
+class _Fusible(OperatorSupportBase):
+    """Says which ops may be in a region: those of one result that write nothing and that memory bounds."""
+
+    def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: fx.Node) -> bool:
+        """True for such a node."""
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, OpOverload) or target._schema.is_mutable:
+            return False
+        is_known = target.namespace in ("aten", "prims", "autocastfx") and base_name(op_name(node)) not in _APART
+        values = tensors(node)
+        return is_known and len(values) == 1 and values[0].layout is torch.strided and _is_sized(node)
+
+
+def _is_sized(node: fx.Node) -> bool:
+    """False for a node that gives or reads a size that is no number: a region is of tensors alone."""
+    return all(len(tensors(read)) == 1 for read in node.all_input_nodes)
+
+
+def _computes(node: fx.Node) -> bool:
+    return not alias.is_view(node)
+
+
+def regions_in(graph: fx.Graph) -> tuple[int, int]:
+    """Return how many regions a graph has, and of how many kinds."""
+    calls = [node.target for node in graph.nodes if isinstance(node.target, Region)]
+    return len(calls), len(set(calls))
+
+
+def _kind(graph: fx.Graph) -> tuple[object, ...]:
+    """Return what two regions that compute the same have in common."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    return tuple(
+        (
+            node.op,
+            node.target if node.op == "call_function" else "",
+            str(map_arg((node.args, node.kwargs), _numbered(numbers))),
+        )
+        for node in graph.nodes
+    )
+
+
+def _numbered(numbers: Mapping[fx.Node, int]) -> Callable[[fx.Node], Any]:
+    return lambda node: f"%{numbers[node]}"
+
+
+class Region:
+    """A kind of region, compiled anew for each combination of sizes, strides, dtypes and gradients that it meets."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.__name__ = f"region_of_{sum(node.op == 'call_function' for node in module.graph.nodes)}_ops"
+        self._lock = threading.Lock()
+        self._compiled: dict[object, Callable[..., Any]] = {}
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        """Compute the region."""
+        if torch._C._are_functorch_transforms_active() or not all(map(is_concrete, given)):
+            return self.module(*given)
+        records = torch.is_grad_enabled()
+        key = (records, *((t.dtype, t.shape, t.stride(), t.device, records and t.requires_grad) for t in given))
+        run = self._compiled.get(key)
+        if run is None:
+            with self._lock:
+                run = self._compiled.get(key) or self._compile(given)
+                self._compiled[key] = run
+        made = run(*given)
+        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+    def _compile(self, given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        from torch._functorch._aot_autograd import graph_compile
+        from torch._inductor.compile_fx import compile_fx
+
+        examples = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+        records = torch.is_grad_enabled()
+        # What backward saves is not given away, for it may run twice. (Where torch's switch for that is off, such a
+        # backward still raises.)
+        kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+        with own_thread_state(), warnings.catch_warnings(), kept, torch.set_grad_enabled(records):
+            warnings.simplefilter("ignore")  # of a compiler, about the machine
+            compiled: Any = compile_fx(fx.GraphModule(self.module, _in_a_tuple(self.module.graph)), examples)
+            return compiled
+
+
+def _in_a_tuple(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of ``graph`` that returns a tuple, as compilers want it."""
+    copied = fx.Graph()
+    result = copied.graph_copy(graph, {})
+    copied.output(tuple(result) if isinstance(result, (list, tuple)) else (result,))
+    return copied
+
+
+@functools.cache
+def check_compiler(device: str) -> None:
+    """Raise an error where Inductor cannot compile for this type of device.
+
+    Raises:
+        MissingExtraError: no compiler is there.
+    """
+    if device == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except (InvalidCxxCompiler, RuntimeError) as error:
+            raise MissingExtraError(
+                f'fuse="inductor" compiles for a CPU with a C++ compiler, and none works: {error}. Install one (g++ or '
+                "clang++), name it in the environment variable CXX, or leave fuse out."
+            ) from None
+    elif next(_missing_triton(), None) is not None:
+        raise MissingExtraError(
+            f'fuse="inductor" compiles for {device} with the package triton, which is not installed: install it, or '
+            "leave fuse out."
+        )
+
+
+def _missing_triton() -> Iterator[str]:
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        yield "triton"

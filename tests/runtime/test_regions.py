@@ -1,0 +1,155 @@
+"""``fuse="inductor"`` compiles what lies between products, each kind of region once, and changes no plan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx.errors import ArgumentError, MissingExtraError, UnsupportedError
+from autocastfx.runtime import regions
+from autocastfx.runtime.regions import Region
+
+LOW = torch.bfloat16
+X = torch.linspace(-2, 2, 4 * 16 * 32).reshape(4, 16, 32)
+
+
+class Block(nn.Module):
+    """Products with memory-bound ops between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + torch.tanh(self.outer(F.gelu(self.inner(x)) * 2.0)))
+
+
+class Net(nn.Module):
+    """Equal layers."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def converted(net: nn.Module, **options: Any) -> Any:
+    return autocastfx.convert(net, (X,), dtype=LOW, check=False, **options)
+
+
+def results(model: Any, net: nn.Module, x: Tensor = X) -> tuple[Tensor, Tensor]:
+    """Return the output and all gradients as one vector."""
+    net.zero_grad()
+    made = model(x)
+    made.square().mean().backward()
+    return made.detach(), torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    return float((ours - exact).norm() / exact.norm())
+
+
+@pytest.mark.slow
+def test_what_is_compiled() -> None:
+    """As many kinds at any depth; as near to float32 as without; other sizes, no gradients and copies run as well."""
+    counts: list[tuple[int, int]] = []
+    for depth in (2, 4):
+        net = Net(depth)
+        plain, fused = converted(net), converted(net, fuse="inductor")
+        assert fused.plan == plain.plan
+        exact, ours, without = (results(model, net) for model in (net, fused, plain))
+        for one, other, true in zip(ours, without, exact, strict=True):
+            assert distance(one, true) <= 1.2 * distance(other, true)
+        counts.append(fused._active.regions)
+        assert f"regions: {counts[-1][0]} of {counts[-1][1]} kinds, compiled by Inductor" in autocastfx.dump(fused)
+    assert counts[1][0] > counts[0][0] >= 2
+    assert counts[1][1] == counts[0][1]
+    few = X[:2, :7]
+    assert distance(results(fused, net, few)[1], results(net, net, few)[1]) < 2**-5
+    with torch.no_grad():
+        torch.testing.assert_close(fused(X), plain(X), rtol=2**-5, atol=2**-5)
+    again = copy.deepcopy(fused)
+    torch.testing.assert_close(again(X), fused(X))
+    enabled = autocastfx.enable(copy.deepcopy(net), dtype=LOW, fuse="inductor")
+    torch.testing.assert_close(enabled(X), fused(X))
+    batched = torch.func.vmap(lambda x: fused(x))(X[None])  # op by op
+    torch.testing.assert_close(batched[0], plain(X), rtol=2**-5, atol=2**-5)
+    loss = fused(X).square().mean()
+    first, second = (torch.autograd.grad(loss, net.head.weight, retain_graph=again) for again in (True, False))
+    assert torch.equal(first[0], second[0])
+    grad = torch.autograd.grad(fused(X).square().mean(), net.head.weight, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.square().sum().backward()
+
+
+def test_regions_of_a_graph() -> None:
+    """Equal regions are one kind, which nothing compiles before it is called; products and weights are in none."""
+    fused = converted(Net(3), fuse="inductor")
+    count, kinds = fused._active.regions
+    assert count > kinds >= 2
+    assert fused._active.fuse == "inductor"
+    assert converted(Net(3))._active.regions == (0, 0)
+
+
+def test_a_region_runs_op_by_op_in_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+    region = Region(graph)
+    monkeypatch.setattr(Region, "_compile", lambda *_: pytest.fail("compiles"))
+    batched = torch.func.vmap(region)(torch.ones(2, 3))
+    assert torch.equal(batched, torch.full((2, 3), 2.0))
+
+
+def test_compiles_once_for_each_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, strides, dtypes and gradients are one; numbers are not."""
+    compiled: list[Any] = []
+
+    def note(self: Region, given: tuple[Tensor, ...]) -> Any:
+        compiled.append(given)
+        return lambda *tensors: (self.module(*tensors),)
+
+    monkeypatch.setattr(Region, "_compile", note)
+    region, x = Region(torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)), torch.ones(2, 3)
+    for given in (x, x * 2, x.mT, x.bfloat16(), x[:1], x.clone().requires_grad_()):
+        assert torch.equal(region(given), torch.relu(given) + 1)
+    assert len(compiled) == 5
+    with torch.no_grad():
+        region(x)
+        region(x.clone().requires_grad_())
+    assert len(compiled) == 6
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ArgumentError, match="fuse is one of 'none', 'inductor', not 'triton'"):
+        converted(Net(1), fuse="triton")
+    with pytest.raises(UnsupportedError, match="leave one of the two out"):
+        converted(Net(1), fuse="inductor", saved="recompute")
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def missing() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    regions.check_compiler.cache_clear()
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    try:
+        with pytest.raises(MissingExtraError, match=r"No working C\+\+ compiler found.*or leave fuse out"):
+            converted(Net(1), fuse="inductor")
+        monkeypatch.setattr(regions, "_missing_triton", lambda: iter(("triton",)))
+        with pytest.raises(MissingExtraError, match="triton, which is not installed"):
+            regions.check_compiler("cuda")
+    finally:
+        regions.check_compiler.cache_clear()
