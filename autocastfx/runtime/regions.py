@@ -16,6 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -31,15 +32,16 @@ from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.errors import MissingExtraError
 from autocastfx.graph import alias
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import tensors
+from autocastfx.graph.node import argument, tensors
 from autocastfx.runtime.operators.casts import is_concrete
+from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 # Ops that torch's own kernels compute best, and those that Inductor would only call.
 _APART = frozenset(
     (
         *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        *("embedding", "cross_entropy_loss", "nll_loss_nd", "batch_norm", "_unsafe_index", "index", "item", "sort"),
+        *("embedding", "cross_entropy_loss", "nll_loss_nd", "_unsafe_index", "index", "item", "sort"),
         *("topk", "cumsum", "max_pool2d", "arange", "multinomial", "bernoulli", "gather", "lstm", "gru"),
     )
 )
@@ -47,17 +49,18 @@ _LEAST = 2  # ops that compute: a region of fewer saves nothing
 
 
 def fuse_regions(graph: fx.Graph) -> fx.Graph:
-    """Return ``graph``, which takes tensors as inputs, with a call of a :class:`Region` for each region.
+    """Return ``graph``, which takes parameters as inputs, with a call of a :class:`Region` for each region.
 
-    One that reads anything else, as a graph with loops or branches does, stays as it is.
+    No region reaches across an op that writes, switches gradients, or calls what is not known: the order of these and
+    of all around them stays.
     """
-    if graph.find_nodes(op="get_attr") or graph.find_nodes(op="call_module"):
-        return graph
-    module = fx.GraphModule({}, graph)
-    partitioner = CapabilityBasedPartitioner(module, _Fusible(), allows_single_node_partition=False)
-    partitions = [
-        dict.fromkeys(one.nodes) for one in partitioner.propose_partitions() if sum(map(_computes, one.nodes)) >= _LEAST
-    ]
+    read = {str(node.target): torch.nn.Module() for node in graph.find_nodes(op="get_attr")}  # graphs of loops and such
+    module = fx.GraphModule(read, graph)
+    partitions: list[dict[fx.Node, int | None]] = []
+    for stretch in _stretches(graph):
+        partitioner = CapabilityBasedPartitioner(module, _Fusible(stretch), allows_single_node_partition=False)
+        found = (one.nodes for one in partitioner.propose_partitions())
+        partitions += [dict.fromkeys(nodes) for nodes in found if sum(map(_computes, nodes)) >= _LEAST]
     fused = fuse_by_partitions(module, partitions, prefix="region_")
     kinds: dict[object, Region] = {}
     for node in list(fused.graph.find_nodes(op="call_module")):
@@ -68,13 +71,48 @@ def fuse_regions(graph: fx.Graph) -> fx.Graph:
     return fused.graph
 
 
+def _stretches(graph: fx.Graph) -> list[frozenset[fx.Node]]:
+    """Return the nodes between those whose place in the graph matters, without values that are written into."""
+    shared, stretches = alias.alias_sets(graph), [list[fx.Node]()]
+    for node in graph.nodes:
+        if _has_a_place(node, shared):
+            stretches.append([])
+        elif node not in shared:
+            stretches[-1].append(node)
+    return [frozenset(stretch) for stretch in stretches if len(stretch) >= _LEAST]
+
+
+def _has_a_place(node: fx.Node, shared: Mapping[fx.Node, alias.AliasSet]) -> bool:
+    """True for what others must come before or after though nothing that they read says so."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload):
+        written = (one for target in alias.mutated_inputs(node) for one in shared[target].members)
+        is_seen = any(reader is not node for one in written for reader in one.users)
+        return is_seen or alias.is_opaque(node) or (_keeps_statistics(node) and not _keeps_them_alone(node))
+    return op_name(node) != "getitem" and node.target not in (working_copy, quantized_copy)
+
+
+def _keeps_statistics(node: fx.Node) -> bool:
+    return base_name(op_name(node)) == "batch_norm"
+
+
+def _keeps_them_alone(node: fx.Node) -> bool:
+    """True for a batch norm that alone reads its running statistics, into which it writes."""
+    given = (argument(node, name) for name in ("running_mean", "running_var"))
+    return all(one is None or len(one.users) == 1 for one in given)
+
+
+@dataclass(frozen=True)
 class _Fusible(OperatorSupportBase):
-    """Says which ops may be in a region: those of one result that write nothing and that memory bounds."""
+    """Says which of some nodes may be in a region: those of one result that write nothing and that memory bounds."""
+
+    nodes: frozenset[fx.Node]
 
     def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: fx.Node) -> bool:
         """True for such a node."""
         target = node.target
-        if node.op != "call_function" or not isinstance(target, OpOverload) or target._schema.is_mutable:
+        if node not in self.nodes or not isinstance(target, OpOverload) or target._schema.is_mutable:
             return False
         is_known = target.namespace in ("aten", "prims", "autocastfx") and base_name(op_name(node)) not in _APART
         values = tensors(node)

@@ -10,7 +10,8 @@ rows of benchmarks/results/gpu divided by these bytes), and no less than a launc
 this is kernel time. The optimizer's bytes are counted for each parameter in steps of a small model.
 
 Where CUDA runs one kernel and the meta device several, the ledger has the one: fused attention, which refuses a mask
-whose last stride is not 1, and the operators of this package that compute in Triton there.
+whose last stride is not 1, the operators of this package that compute in Triton there, and regions that Inductor
+compiles, of which it takes two: forward reads the inputs and writes the results, and backward reads the inputs again.
 
 ``--kinds`` prints each kind, ``--measured`` compares with the kernel time of stored rows.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import autocastfx
 from autocastfx.runtime.operators.tf32 import SWITCH
+from autocastfx.runtime.regions import Region
 from benchmarks.command import Command
 from benchmarks.gpu.models import MODELS
 from benchmarks.memory import cuda_dropout, make_fake
@@ -53,11 +56,13 @@ EIGHT = (
     "ViT-L b64",
     "T5-base b16 s512, padded",
 )
+FUSED = "cached, kernel, inductor"
 # By side: the arguments of convert; None is the model in 16 bits.
 SIDES: dict[str, dict[str, str] | None] = {
     AUTOCAST: {"op_list": "torch_autocast_cuda"},
     DEFAULT: {"fold": "exact"},
     FASTEST: {"fold": "kernel"},
+    FUSED: {"fold": "kernel", "fuse": "inductor"},
     HALF: None,
 }
 ROWS = Path(__file__).resolve().parents[1] / "results" / "gpu" / "rows.jsonl"
@@ -264,6 +269,28 @@ class _Kernel(torch.autograd.Function):
         return (None, None, None, *made)
 
 
+class _Fused(torch.autograd.Function):
+    """A region that Inductor compiles: one kernel, and in backward another one, which reads the inputs again."""
+
+    @staticmethod
+    def forward(ctx: Any, reader: Reader, region: Region, *given: Tensor) -> tuple[Tensor, ...]:
+        with _quiet(reader):
+            made = [torch.empty_like(tensor) for tensor in _tensors(region.module(*given))]
+        ctx.save_for_backward(*given)
+        ctx.reader = reader
+        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.is_floating_point()))
+        reader.ledger.add("elementwise", sum(map(_bytes, (*given, *made))))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        wanted, given = ctx.needs_input_grad[2:], ctx.saved_tensors
+        with _quiet(ctx.reader):
+            made = [torch.empty_like(t) if asked else None for t, asked in zip(given, wanted, strict=True)]
+        ctx.reader.ledger.add("elementwise", sum(map(_bytes, _tensors(given, gradients, made))))
+        return (None, None, *made)
+
+
 @contextlib.contextmanager
 def _quiet(reader: Reader) -> Iterator[None]:
     before, reader.is_quiet = reader.is_quiet, True
@@ -302,11 +329,16 @@ def _kernels_of_cuda(reader: Reader) -> Iterator[None]:
     def cross_entropy(scores: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
         return _Kernel.apply(reader, "loss", (), scores, target)
 
+    def region(self: Region, *given: Tensor) -> Any:
+        made = _Fused.apply(reader, self, *given)
+        return made if len(made) > 1 else made[0]
+
     def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _Kernel.apply(reader, "norm", x.shape, x, weight)
 
     with (
         cuda_dropout(),
+        mock.patch.object(Region, "__call__", region),
         torch.library._scoped_library("aten", "IMPL") as of_torch,
         torch.library._scoped_library("autocastfx", "IMPL") as ours,
     ):
@@ -344,7 +376,8 @@ def count(model: str, side: str, *, dtype: torch.dtype = torch.float16, **option
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fixed = {"dtype": dtype, "device": "cuda", "keep_output_dtype": False, "check": False}
-            module = autocastfx.convert(module, (), inputs, **{**fixed, **chosen, **options})
+            with mock.patch("autocastfx.options.check_compiler"):  # nothing is compiled
+                module = autocastfx.convert(module, (), inputs, **{**fixed, **chosen, **options})
     with _kernels_of_cuda(reader), mode, torch.device("meta"):
         if "cached" in side:
             module(**inputs)  # makes the copies, which the optimizer's part renews from then on
@@ -372,7 +405,7 @@ def optimizer_bytes(side: str, dtype: torch.dtype) -> float:
 
     full = FullModel(Square, lambda: {"x": torch.ones(4, width)})
     masters = "float32" if side == HALF else ""
-    made = training(side, full, Setting("cpu", dtype), masters=masters)
+    made = training(FASTEST if side == FUSED else side, full, Setting("cpu", dtype), masters=masters)
     made.forward_and_backward()
     made.step()
     made.prepare()
