@@ -169,6 +169,25 @@ def test_order_stays(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(one, two)
 
 
+def test_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An enabled model runs the same regions."""
+    called: list[Region] = []
+
+    def note(self: Region, given: tuple[Tensor, ...]) -> Any:
+        called.append(self)
+        return eagerly(self, given)
+
+    monkeypatch.setattr(Region, "_compile", note)
+    one, two = Net(3), Net(3)
+    fused = converted(one, fuse="inductor")
+    expected = results(fused, one)
+    kinds = len(called)
+    enabled = autocastfx.enable(two, dtype=LOW, fuse="inductor")
+    for ours, other in zip(results(enabled, two), expected, strict=True):
+        assert torch.equal(ours, other)
+    assert len(called) == 2 * kinds > 0
+
+
 def test_a_region_runs_op_by_op_in_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
     region = Region(graph)
