@@ -89,16 +89,12 @@ def _has_a_place(node: fx.Node, shared: Mapping[fx.Node, alias.AliasSet]) -> boo
     if isinstance(node.target, OpOverload):
         written = (one for target in alias.mutated_inputs(node) for one in shared[target].members)
         is_seen = any(reader is not node for one in written for reader in one.users)
-        return is_seen or alias.is_opaque(node) or (_keeps_statistics(node) and not _keeps_them_alone(node))
+        return is_seen or alias.is_opaque(node) or not _keeps_statistics_alone(node)
     return op_name(node) != "getitem" and node.target not in (working_copy, quantized_copy)
 
 
-def _keeps_statistics(node: fx.Node) -> bool:
-    return base_name(op_name(node)) == "batch_norm"
-
-
-def _keeps_them_alone(node: fx.Node) -> bool:
-    """True for a batch norm that alone reads its running statistics, into which it writes."""
+def _keeps_statistics_alone(node: fx.Node) -> bool:
+    """False for a norm into whose running statistics it writes, as no schema says, where another op reads them."""
     given = (argument(node, name) for name in ("running_mean", "running_var"))
     return all(one is None or len(one.users) == 1 for one in given)
 
@@ -183,7 +179,8 @@ class Region:
         # What backward saves is not given away, for it may run twice. (Where torch's switch for that is off, such a
         # backward still raises.)
         kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
-        with own_thread_state(), warnings.catch_warnings(), kept, torch.set_grad_enabled(records):
+        plain: Any = torch._C._DisableAutocast()
+        with own_thread_state(), warnings.catch_warnings(), kept, plain, torch.set_grad_enabled(records):
             warnings.simplefilter("ignore")  # of a compiler, about the machine
             compiled: Any = compile_fx(fx.GraphModule(self.module, _in_a_tuple(self.module.graph)), examples)
             return compiled
