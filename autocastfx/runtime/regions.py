@@ -42,7 +42,20 @@ _APART = frozenset(
         *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
         *("embedding", "cross_entropy_loss", "nll_loss_nd", "_unsafe_index", "index", "item", "sort"),
-        *("topk", "cumsum", "max_pool2d", "arange", "multinomial", "bernoulli", "gather", "lstm", "gru"),
+        *(
+            "tf32_product",
+            "float8_linear",
+            "quantize",
+            "topk",
+            "cumsum",
+            "max_pool2d",
+            "arange",
+            "multinomial",
+            "bernoulli",
+            "gather",
+            "lstm",
+            "gru",
+        ),
     )
 )
 _LEAST = 2  # ops that compute: a region of fewer saves nothing
@@ -110,9 +123,14 @@ class _Fusible(OperatorSupportBase):
         target = node.target
         if node not in self.nodes or not isinstance(target, OpOverload) or target._schema.is_mutable:
             return False
-        is_known = target.namespace in ("aten", "prims", "autocastfx") and base_name(op_name(node)) not in _APART
+        is_known = target.namespace in ("aten", "prims", "autocastfx") and _word(node) not in _APART
         values = tensors(node)
         return is_known and len(values) == 1 and values[0].layout is torch.strided and _is_sized(node)
+
+
+def _word(node: fx.Node) -> str:
+    """The op's name without its namespace: operators of this package are called as torch's."""
+    return base_name(op_name(node)).rpartition("::")[2]
 
 
 def _is_sized(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx.errors import ArgumentError, MissingExtraError, UnsupportedError
 from autocastfx.runtime import regions
-from autocastfx.runtime.regions import Region
+from autocastfx.runtime.quick_graph import lift
+from autocastfx.runtime.regions import Region, fuse_regions
+from autocastfx.runtime.working_copies import ATTRIBUTE
 
 LOW = torch.bfloat16
 X = torch.linspace(-2, 2, 4 * 16 * 32).reshape(4, 16, 32)
@@ -186,6 +189,39 @@ def test_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, other in zip(results(enabled, two), expected, strict=True):
         assert torch.equal(ours, other)
     assert len(called) == 2 * kinds > 0
+
+
+def test_products_and_losses_are_in_no_region() -> None:
+    """Also those of this package, which have kernels of their own."""
+
+    class Scores(nn.Module):
+        _keep_in_fp32_modules = ("outer",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Block(), nn.Linear(32, 1024)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.head(self.block(x) * 2 + 1)
+            return F.cross_entropy(scores.view(-1, 1024) * 2 + 1, torch.arange(64))
+
+    with mock.patch("autocastfx.options.check_compiler"):
+        given = {"dtype": "float16", "device": "cuda", "check": False, "fuse": "inductor"}
+        amp = autocastfx.convert(Scores(), (X,), **given)  # type: ignore[arg-type]
+    names = {str(node.target) for node in amp.graph.nodes}
+    assert {"autocastfx.tf32_product.default", "autocastfx.cross_entropy_loss.default"} <= names
+    variant = amp._active
+    constants = [f"{variant.prefix}.{name}" for name in variant._held.values() if name in variant._buffers]
+    fused = fuse_regions(lift(variant.graph, [ATTRIBUTE, *variant.places, *constants]))
+    inside = {
+        str(node.target).partition(".")[2].partition(".")[0]
+        for one in fused.nodes
+        if isinstance(one.target, Region)
+        for node in one.target.module.graph.nodes
+        if node.op == "call_function"
+    }
+    assert "add" in inside
+    assert inside.isdisjoint(("tf32_product", "cross_entropy_loss", "linear"))
 
 
 def test_a_region_runs_op_by_op_in_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
