@@ -522,9 +522,11 @@ def set_up_by_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     try:
         with isolated(model, keeps_added=True):
             model(*copied[0], **copied[1])
-    except Exception:  # it is called for what it adds; an error of its own is told where the caller calls it
+    except BaseException as error:
         undo()
-        return None
+        if isinstance(error, Exception):  # it is called for what it adds: the caller is told why capture fails
+            return None
+        raise  # Ctrl-C
     dictionaries = ((owner, content) for owner, content in before if isinstance(owner, dict))
     added = [owner[key] for owner, content in dictionaries for key in owner.keys() - content.keys()]
     if added and all(map(_holds_no_tensor, added)):

@@ -133,6 +133,30 @@ def test_what_is_refused_leaves_the_model_as_it_was(model: nn.Module) -> None:
     }
 
 
+class Interrupted(Recording):
+    """Is interrupted when it has set itself up."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        super().forward(x)
+        raise KeyboardInterrupt
+
+
+class Failing(Recording):
+    """Fails when it has set itself up."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (*super().forward(x), x @ x)
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Interrupted, KeyboardInterrupt), (Failing, CaptureError)])
+def test_a_first_call_that_does_not_end_adds_nothing(kind: type[Recording], error: type[BaseException]) -> None:
+    model = kind()
+    with pytest.raises(error):
+        autocastfx.convert(model, (X,), dtype="bfloat16")
+    assert "hooked" not in vars(model)
+    assert [len(layer._forward_hooks) for layer in model.layers] == [0, 0]
+
+
 class Asking(nn.Module):
     """Asks for the gradient of a value that it computes, as wav2vec2 does for checkpointing."""
 
