@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
@@ -257,6 +257,7 @@ def _forget(filename: str) -> None:
 # Restore the caller's module after a capture.
 
 _NO_STATE = (type, types.ModuleType)
+_CONTAINERS = (list, OrderedDict, dict, set, deque)
 _BOUND = (types.MethodType, functools.partial)
 _CALLS = (types.FunctionType, *_BOUND)
 
@@ -346,10 +347,10 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
         if isinstance(item, torch.Tensor):
             if type(item) in (torch.Tensor, nn.Parameter) and not item.is_inference():
                 saved[id(item)] = (item, (item._version, item.detach().clone()))
-        elif isinstance(item, (list, dict, set, deque)):
-            kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(item, kind))
-            saved[id(item)] = (item, kind.copy(item))  # a subclass's own copy may do more
-            members = item.values() if isinstance(item, dict) else item
+        elif isinstance(item, _CONTAINERS):
+            content = _content(item)
+            saved[id(item)] = (item, content)
+            members = content.values() if isinstance(content, dict) else content
         elif isinstance(item, torch.Generator):
             saved[id(item)] = (item, item.get_state())
         elif isinstance(item, types.CellType):
@@ -429,28 +430,42 @@ def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
         (owner.cell_contents,) = content
     elif isinstance(owner, types.FunctionType):
         owner.__globals__.update(content)
-    elif isinstance(owner, set):
-        if owner != content:
-            owner.clear()
-            owner.update(content)
-    elif not isinstance(owner, (list, dict, deque)):  # a class, or an object with slots
+    elif not isinstance(owner, _CONTAINERS):  # a class, or an object with slots
         now = dict(vars(owner)) if isinstance(owner, type) else _slots(owner)
         for name in (name for name in {**now, **content} if now.get(name) is not content.get(name)):
             if name in content:
                 setattr(owner, name, content[name])
             elif not keeps_added:
                 delattr(owner, name)
-    elif isinstance(owner, dict) and keeps_added:
-        owner.update(content)
-    elif not same_content(owner, content):
-        owner.clear()
-        owner.update(content) if isinstance(owner, dict) else owner.extend(content)
+    elif (isinstance(owner, dict) and keeps_added) or not _is_same(_content(owner), content):
+        kind = _container_type(owner)
+        if isinstance(owner, dict):
+            if not keeps_added:
+                kind.clear(owner)
+            for key, value in content.items():
+                kind.__setitem__(owner, key, value)
+        else:
+            kind.clear(owner)
+            (kind.update if kind is set else kind.extend)(owner, content)
 
 
-def same_content(owner: Any, content: Any) -> bool:
-    """True if two containers of one kind hold the same objects in the same order."""
-    flat, was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (owner, content))
-    return len(flat) == len(was) and all(a is b for a, b in zip(flat, was, strict=True))
+def _container_type(owner: Any) -> Any:
+    """Return the built-in type whose methods read and write a container: a subclass's own may compute."""
+    return next(kind for kind in _CONTAINERS if isinstance(owner, kind))
+
+
+def _content(owner: Any) -> Any:
+    """Return a plain copy of what a container holds."""
+    kind = _container_type(owner)
+    return dict(kind.items(owner)) if isinstance(owner, dict) else kind(kind.__iter__(owner))
+
+
+def _is_same(content: Any, was: Any) -> bool:
+    """True if two plain containers of one kind hold the same objects, in the same order where they have one."""
+    if isinstance(content, set):
+        return content == was
+    flat, flat_was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (content, was))
+    return len(flat) == len(flat_was) and all(a is b for a, b in zip(flat, flat_was, strict=True))
 
 
 # Run models on tensors of their own.

@@ -440,6 +440,58 @@ def test_objects_inside_objects_are_left_alone() -> None:
     assert module.space.inner.value == 2
 
 
+class Makes(OrderedDict[str, Any]):
+    """A registry: reading an entry makes an object of its class, as the activations of transformers do."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Counted(dict[str, int]):
+    """What is set counts on."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value + self.get(key, 0))
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class Twice(list[int]):
+    """Gives each of its numbers doubled."""
+
+    def __iter__(self) -> Any:
+        return (2 * number for number in range(len(self)))
+
+
+class Sized(deque[int]):
+    """Needs a size to be made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(maxlen=size)
+
+
+@pytest.mark.parametrize("keeps_added", [False, True])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_container_with_methods_of_its_own_holds_what_it_held(changed: bool, keeps_added: bool) -> None:
+    """Its own methods may compute: what they give is not what it holds."""
+    module = busy(ACTS["nothing"])
+    module.table, module.counted, module.twice, module.sized = Makes(gelu=nn.GELU), Counted(a=1), Twice([1]), Sized(2)
+    module.sized.append(1)
+    with intact(module, keeps_added=keeps_added):
+        if changed:
+            OrderedDict.__setitem__(module.table, "gelu", nn.ReLU)
+            module.counted["a"] = 5
+            list.append(module.twice, 7)
+            module.sized.extend([2, 3, 4])
+    assert list(OrderedDict.items(module.table)) == [("gelu", nn.GELU)]
+    assert module.counted == {"a": 1}
+    assert list.__repr__(module.twice) == "[1]"
+    assert list(module.sized) == [1]
+    assert module.sized.maxlen == 2
+
+
 def test_what_cannot_change_is_not_written_to() -> None:
     module = busy(ACTS["nothing"])
     with intact(module):
