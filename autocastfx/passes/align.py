@@ -3,7 +3,8 @@
 A product whose sizes are no multiple of what a device's kernels read at once runs kernels of older hardware: on an
 H200 one of 50,257 columns runs at 127 TFLOP/s, and at 730 where there are 50,304. It is padded with zeros, and what was
 asked for is a view of the result. Fused attention refuses a mask whose last stride is not 1: it is laid out anew, once
-for all that read it. Both change no number. Where a list says ``tf32`` of a module, its float32 products run so.
+for all that read it. Both change no number. Where a list says ``tf32`` of a module, its float32 products run so. Large
+products with a cast weight write its gradient in float32, where the device can: it is rounded and cast no more.
 """
 
 from __future__ import annotations
@@ -20,13 +21,25 @@ from torch.fx.node import map_arg
 
 from autocastfx.graph import alias
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import Origin, argument, captured_behind, place_like, set_argument, set_origin, value
+from autocastfx.graph.node import (
+    Origin,
+    argument,
+    captured_behind,
+    dtypes,
+    origin,
+    place_like,
+    set_argument,
+    set_origin,
+    value,
+)
 from autocastfx.graph.sizes import abstract_call, concrete_sizes
-from autocastfx.passes.patterns.patterns import DENSE_MASK, TF32_PRODUCT
+from autocastfx.passes.patterns.patterns import DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import ALIGNED_PRODUCT, Precision, Recomposed
 from autocastfx.policy.rule import Rule, Runs
 from autocastfx.runtime.operators.tf32 import tf32_product
+from autocastfx.runtime.operators.wide_linear import wide_linear
+from autocastfx.runtime.working_copies import working_copy
 
 _aten: Any = torch.ops.aten
 _pad_nd = _aten.constant_pad_nd.default
@@ -85,6 +98,9 @@ class Align(Pass):
         if TF32_PRODUCT in settings.recompose:
             wide = [node for node, placement in state.placements.items() if placement.run is Precision.FLOAT32]
             changed += use_tf32([node for node in wide if _says_tf32(settings.matcher(node))], seen)
+        least = settings.facts.float32_gradients.get(settings.device)
+        if WIDE_LINEAR in settings.recompose and least is not None and settings.mode != "eval":
+            changed += write_float32_gradients(low, written, seen, least)
         return replace(state, recomposed=(*state.recomposed, *changed)) if changed else state
 
 
@@ -109,7 +125,7 @@ def pad_products(nodes: Iterable[fx.Node], multiple: int, seen: Callable[[fx.Nod
     padded: list[Recomposed] = []
     for node in nodes:
         product = _PRODUCTS.get(node.target)
-        if product is None or not _is_large(node, product, seen):
+        if product is None or not _is_large(node, product, seen, _LEAST_FLOPS, _LEAST_ROWS):
             continue
         matrix = seen(argument(node, product.right))
         columns, inner = (
@@ -122,12 +138,12 @@ def pad_products(nodes: Iterable[fx.Node], multiple: int, seen: Callable[[fx.Nod
     return padded
 
 
-def _is_large(node: fx.Node, product: _Product, seen: Callable[[fx.Node], Any]) -> bool:
+def _is_large(node: fx.Node, product: _Product, seen: Callable[[fx.Node], Any], flops: float, least: int = 1) -> bool:
     rows, matrix = seen(argument(node, product.left)), seen(argument(node, product.right))
     if rows.ndim < 2 or matrix.ndim != 2 or not _is_sized(rows) or not _is_sized(matrix):
         return False
     count = math.prod(rows.shape[:-1])
-    return count >= _LEAST_ROWS and 2.0 * count * math.prod(matrix.shape) >= _LEAST_FLOPS
+    return count >= least and 2.0 * count * math.prod(matrix.shape) >= flops
 
 
 def _is_sized(given: torch.Tensor) -> bool:
@@ -236,14 +252,48 @@ def use_tf32(nodes: Iterable[fx.Node], seen: Callable[[fx.Node], Any]) -> list[R
         if seen(right).ndim != 2 or seen(left).ndim < 2:
             continue
         bias = argument(node, product.bias) if product.bias else None
-        is_scaled = any(argument(node, name) not in (None, 1) for name in ("alpha", "beta"))
-        if is_scaled or (bias is not None and seen(bias).ndim != 1):
+        if _is_scaled(node) or (bias is not None and seen(bias).ndim != 1):
             continue
         if product.columns == 0:
             right = _before(node, _aten.t.default, right)
         node.target, node.args, node.kwargs = tf32_product, (left, right, bias), {}
         changed.append(Recomposed(TF32_PRODUCT, node.name, (node.name,)))
     return changed
+
+
+def _is_scaled(node: fx.Node) -> bool:
+    return any(argument(node, name) not in (None, 1) for name in ("alpha", "beta"))
+
+
+def write_float32_gradients(
+    nodes: Iterable[fx.Node], written: Collection[fx.Node], seen: Callable[[fx.Node], Any], least: float
+) -> list[Recomposed]:
+    """Let those of the 16-bit ``nodes`` that are products with a cast matrix give it a float32 gradient, in place.
+
+    Smaller ones than ``least`` floating-point operations stay: the host takes longer for them than the device.
+    """
+    changed: list[Recomposed] = []
+    for node in nodes:
+        product = _PRODUCTS.get(node.target)
+        if product is None or _is_scaled(node) or not _is_large(node, product, seen, least):
+            continue
+        right, bias = argument(node, product.right), argument(node, product.bias) if product.bias else None
+        wide, wide_bias = _float32_of(right, written), None if bias is None else _float32_of(bias, written)
+        if wide is None or (bias is not None and (wide_bias is None or seen(bias).ndim != 1)):
+            continue
+        args = (argument(node, product.left), wide, right, wide_bias, bias, product.columns == 1)
+        node.target, node.args, node.kwargs = wide_linear, args, {}
+        changed.append(Recomposed(WIDE_LINEAR, node.name, (node.name,)))
+    return changed
+
+
+def _float32_of(low: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
+    """Return the float32 value of which a pass has made ``low``; None where another is, or where that is written to."""
+    if origin(low) is None or low.target not in (_aten.to.dtype, working_copy):
+        return None
+    source = low.args[1 if low.target is working_copy else 0]
+    is_same = isinstance(source, fx.Node) and source not in written and dtypes(source) == (torch.float32,)
+    return source if is_same else None
 
 
 def _laid_out(mask: fx.Node, given: torch.Tensor) -> fx.Node:

@@ -49,6 +49,8 @@ class KernelFacts:
         expands_range: ops with results beyond the range of their finite inputs.
         switches: ops of straight pieces, whose gradient jumps between them.
         same_operands: by op, the op that it equals when its two operands are the same.
+        float32_gradients: devices whose product of 16-bit matrices writes float32, each with the number of
+            floating-point operations from which a product is worth the host's time for a backward of its own.
         fast_multiples: by device type, what divides the sizes of products for which it has its fast kernels.
         triton_faster: by device type, our operators whose Triton kernels are measured faster there.
         whole_numbers: by op that can give whole numbers, the kind of whole number.
@@ -77,6 +79,7 @@ class KernelFacts:
     whole_numbers: Mapping[str, str]
     triton_faster: Mapping[str, frozenset[str]]
     fast_multiples: Mapping[str, int]
+    float32_gradients: Mapping[str, int]
     switches: frozenset[str]
     rounds_numbers: Mapping[str, frozenset[str]]
     recomputes: frozenset[str]
@@ -162,7 +165,7 @@ _TABLES: Mapping[str, Callable[[Tree], Any]] = {
     **dict.fromkeys(("no_kernel", "adds_in_16_bits"), _by_device),
     "folds": _by_level,
     "same_operands": _pairs,
-    "fast_multiples": _numbers,
+    **dict.fromkeys(("fast_multiples", "float32_gradients"), _numbers),
     **dict.fromkeys(("whole_numbers", "reduces", "contributions", "bears_rounding"), _kinds),
     **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
 }

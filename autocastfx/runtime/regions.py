@@ -44,6 +44,7 @@ _APART = frozenset(
         *("embedding", "cross_entropy_loss", "nll_loss_nd", "_unsafe_index", "index", "item", "sort"),
         *(
             "tf32_product",
+            "wide_linear",
             "float8_linear",
             "quantize",
             "topk",

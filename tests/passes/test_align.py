@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx.errors import ArgumentError
+from autocastfx.policy.kernel_facts import load_kernel_facts
 
 LOW = torch.bfloat16
 ROWS, WIDTH, ODD = 256, 1024, 4099  # just large enough to be padded
@@ -216,3 +219,82 @@ def test_what_a_model_keeps_for_its_range_runs_in_tf32() -> None:
     assert [one.node for one in amp.plan.recomposed] == ["linear_1"]
     assert "run in TF32 on CUDA" in autocastfx.explain(amp, "linear_1")
     assert not converted(Kept(), x, dtype="bfloat16").plan.recomposed
+
+
+# Products whose weights get float32 gradients straight from backward.
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products are worth a backward of their own, too."""
+    facts = replace(load_kernel_facts(), float32_gradients={"cuda": 1})
+    monkeypatch.setattr("autocastfx.options.load_kernel_facts", lambda: facts)
+
+
+def exact_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return results(copy.deepcopy(model).double(), x.double())[2:]
+
+
+def distances(made: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((one - other).norm() / other.norm()) for one, other in zip(made, exact, strict=True)]
+
+
+WIDE = {name: PRODUCTS[name] for name in ("linear", "linear without bias", "addmm", "mm", "matmul")}
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+@pytest.mark.parametrize("name", WIDE)
+def test_a_weight_gets_a_float32_gradient(name: str, weights: str) -> None:
+    """Output and the input's gradient are the same; those of weight and bias are nearer to float64's."""
+    multiply, (first, second), size = WIDE[name]
+    shape, size = (min(first, 64), min(second, 64)), (*size[:-1], 64)
+    model = Product(multiply, shape, nn.Identity())
+    model.bias.data = model.bias.data[:64].clone()
+    x = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    wide, plain = converted(model, x, weights=weights), converted(model, x, weights=weights, recompose=False)
+    assert [one.pattern for one in wide.plan.recomposed] == ["wide_linear"]
+    assert "recomposed: wide_linear" in autocastfx.explain(wide, wide.plan.recomposed[0].node)
+    ours, others = results(wide, x), results(plain, x)
+    assert torch.equal(ours[0], others[0])
+    torch.testing.assert_close(ours[1], others[1], rtol=torch.finfo(LOW).eps, atol=0)
+    exact = exact_gradients(model, x)
+    assert len(exact) == len(ours) - 2 == (2 if name in ("linear", "addmm") else 1)
+    for one, other in zip(distances(ours[2:], exact), distances(others[2:], exact), strict=True):
+        assert one < other
+
+
+def _scaled(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b, x, w, alpha=2)
+
+
+def _changed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    once = w * 2
+    low = x @ once
+    once.mul_(3)
+    return low + x @ once
+
+
+def _batched(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return x.unflatten(0, (4, 16)) @ w.unflatten(1, (4, 16)).movedim(1, 0)
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("multiply", [_scaled, _changed, _batched])
+def test_others_stay(multiply: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Scaled products, weights that are written to, and batches of them."""
+    model, x = Product(multiply, (64, 64), nn.Identity()), torch.randn(64, 64)
+    model.bias.data = model.bias.data[:64].clone()
+    amp = converted(model, x)
+    assert not amp.plan.recomposed
+    for ours, other in zip(results(amp, x), results(converted(model, x, recompose=False), x), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_only_large_products_of_training_get_them() -> None:
+    model = Product(PRODUCTS["mm"][0], (WIDTH, 4096), nn.Identity())
+    assert not converted(model, torch.randn(64, WIDTH)).plan.recomposed
+    large = torch.randn(4096, WIDTH)
+    assert [one.pattern for one in converted(model, large).plan.recomposed] == ["wide_linear"]
+    assert not converted(model.eval(), large).plan.recomposed
+    assert not converted(model.train(), large, device="cpu").plan.recomposed

@@ -406,7 +406,9 @@ MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a 
 SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
 DENSE_MASK = "dense_mask"  # a mask of strides that no fused attention of CUDA takes, laid out anew
 TF32_PRODUCT = "tf32_product"  # a product that stays float32, and that a list lets CUDA compute in TF32
-_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT)
+WIDE_LINEAR = "wide_linear"  # a large 16-bit product with a cast weight, which gets a float32 gradient straight from it
+_ALIGNED = (ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR)
+_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, *_ALIGNED)
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
