@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd
 
-_ROWS = 64  # that are added up in the first stage
+ROWS_OF_STAGE = 64  # that the first stage adds up
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define(
@@ -71,8 +71,8 @@ def _float32_product(left: Tensor, right: Tensor) -> Tensor:
 
 def _float32_sum(rows: Tensor) -> Tensor:
     """Return the sum of rows. More programs of a GPU run in a sum of parts, each of few rows."""
-    if len(rows) > _ROWS and len(rows) % _ROWS == 0:
-        rows = rows.unflatten(0, (-1, _ROWS)).sum(1, dtype=torch.float32)
+    if len(rows) > ROWS_OF_STAGE and len(rows) % ROWS_OF_STAGE == 0:
+        rows = rows.unflatten(0, (-1, ROWS_OF_STAGE)).sum(1, dtype=torch.float32)
     return rows.sum(0, dtype=torch.float32)
 
 
