@@ -127,7 +127,8 @@ def convert(
             attention that torch would compute in float32 is written out; ``"short_attention"``, that of few tokens goes
             backward faster; on CUDA ``"aligned_product"``, a large product of odd sizes is padded, and gives a view;
             ``"dense_mask"``, attention reads a mask whose last stride is 1; ``"tf32_product"``, as the list says;
-            ``"wide_linear"``, backward writes gradients of weights in float32.
+            ``"wide_linear"``, backward writes gradients of weights in float32; ``"grouped_attention"``, keys and values
+            are not copied for each head.
             ``False``, none; or the names of those wanted, among which may be ``"attention"`` and
             ``"masked_attention"``. Rules for ops no longer see the parts. A list with ``placement: follow`` recomposes
             nothing; nor is a 16-bit model recomposed.

@@ -22,7 +22,7 @@ from autocastfx.passes.classify import Classify
 from autocastfx.passes.float8 import UseFloat8, check_float8
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, StoreWeights
 from autocastfx.passes.place import Placer
-from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOut
+from autocastfx.passes.recompose import GroupHeads, MergeRepeated, Recompose, RecomputeAttention, WriteOut
 from autocastfx.passes.saved import choose_saved
 from autocastfx.passes.state import Classification, Pass, Settings, State
 from autocastfx.passes.torch_autocast.expand import expand
@@ -46,7 +46,7 @@ from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 PIPELINE: tuple[type[Pass], ...] = (
-    *(Recompose, WriteOut, RecomputeAttention, MergeRepeated, DropLossCasts),
+    *(Recompose, WriteOut, RecomputeAttention, GroupHeads, MergeRepeated, DropLossCasts),
     *(Classify, Placer),
     *(InsertCasts, UseFloat8, StoreWeights, Align, Verify),
 )

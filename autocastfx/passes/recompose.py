@@ -35,13 +35,22 @@ from autocastfx.graph.node import (
     module_classes,
     place_like,
     schema,
+    set_argument,
     set_value,
     stand_for,
     tensors,
     uses,
     value,
 )
-from autocastfx.passes.patterns.patterns import MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, Arguments, Pattern
+from autocastfx.passes.patterns.patterns import (
+    GROUPED_ATTENTION,
+    MATH_ATTENTION,
+    PATTERNS,
+    REPEATED,
+    SHORT_ATTENTION,
+    Arguments,
+    Pattern,
+)
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
@@ -369,6 +378,61 @@ class RecomputeAttention(Pass):
                     node.target = short_attention
                     recomposed.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
+
+
+class GroupHeads(Pass):
+    """Lets attention in 16 bits read keys and values that several heads share, in the place of a copy for each head.
+
+    By kernel facts, where a device's fused attention does so. It takes no mask then.
+    """
+
+    name = "group heads"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was dropped."""
+        settings = self.settings
+        if GROUPED_ATTENTION not in settings.recompose or settings.device not in settings.facts.groups_heads:
+            return state
+        written, grouped = alias.alias_sets(state.graph).keys(), list[Recomposed]()
+        for node in state.graph.find_nodes(op="call_function", target=_aten.scaled_dot_product_attention.default):
+            copies = [_repeated_heads(argument(node, name)) for name in ("key", "value")]
+            is_other = argument(node, "attn_mask") is not None or argument(node, "enable_gqa")
+            if is_other or not all(copies) or settings.category(node) is not Category.ALLOW:
+                continue
+            chains = [[one for one in chain if len(one.users) == 1 and one not in written] for chain in copies]
+            if any(len(chain) < len(whole) for chain, whole in zip(chains, copies, strict=True)):
+                continue
+            shared = [chain[-1].all_input_nodes[0] for chain in chains]
+            if len({value(one).shape[:2] for one in shared}) > 1:
+                continue
+            for name, one in zip(("key", "value"), shared, strict=True):
+                set_argument(node, name, one)
+            set_argument(node, "enable_gqa", True)
+            for chain, one in zip(chains, shared, strict=True):
+                for copied in dict.fromkeys(chain):
+                    stand_for(one, *all_names(copied))
+                    state.graph.erase_node(copied)
+            grouped.append(Recomposed(GROUPED_ATTENTION, node.name, tuple(n.name for chain in chains for n in chain)))
+        return state.with_recomposed((*state.recomposed, *grouped)) if grouped else state
+
+
+def _repeated_heads(copied: fx.Node) -> list[fx.Node]:
+    """Return the nodes that copy each head, dimension 1 of 4, several times in a row, last first; none for others."""
+    if op_name(copied) == "repeat_interleave" and isinstance(value(copied), torch.Tensor):
+        is_of_heads = isinstance(argument(copied, "repeats"), int) and argument(copied, "dim") in (1, -3)
+        return [copied] if is_of_heads and value(copied).ndim == 4 else []
+    if op_name(copied) not in ("reshape", "view") or value(copied).ndim != 4:
+        return []
+    chain = [copied]
+    for names in (("clone", "contiguous"), ("expand",), ("unsqueeze",)):
+        read = chain[-1].all_input_nodes[0]
+        if op_name(read) in names:
+            chain.append(read)
+        elif "clone" not in names:
+            return []
+    batch, heads, times, *rest = value(chain[-2]).shape
+    is_of_heads = value(chain[-1]).shape[2] == 1
+    return chain if is_of_heads and [*value(copied).shape] == [batch, heads * times, *rest] else []
 
 
 def _rounds_parts(settings: Settings, state: State) -> bool:

@@ -49,6 +49,7 @@ class KernelFacts:
         expands_range: ops with results beyond the range of their finite inputs.
         switches: ops of straight pieces, whose gradient jumps between them.
         same_operands: by op, the op that it equals when its two operands are the same.
+        groups_heads: devices whose fused attention takes keys and values of fewer heads, without a mask.
         float32_gradients: devices whose product of 16-bit matrices writes float32, each with the number of
             floating-point operations from which a product is worth the host's time for a backward of its own.
         fast_multiples: by device type, what divides the sizes of products for which it has its fast kernels.
@@ -78,6 +79,7 @@ class KernelFacts:
     same_operands: Mapping[str, str]
     whole_numbers: Mapping[str, str]
     triton_faster: Mapping[str, frozenset[str]]
+    groups_heads: frozenset[str]
     fast_multiples: Mapping[str, int]
     float32_gradients: Mapping[str, int]
     switches: frozenset[str]

@@ -404,11 +404,12 @@ LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a 
 REPEATED = "repeated"  # what is computed again from the same values
 MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
 SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
+GROUPED_ATTENTION = "grouped_attention"  # attention whose heads share keys and values, without a copy for each
 DENSE_MASK = "dense_mask"  # a mask of strides that no fused attention of CUDA takes, laid out anew
 TF32_PRODUCT = "tf32_product"  # a product that stays float32, and that a list lets CUDA compute in TF32
 WIDE_LINEAR = "wide_linear"  # a large 16-bit product with a cast weight, which gets a float32 gradient straight from it
-_ALIGNED = (ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR)
-_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, *_ALIGNED)
+_ON_CUDA = (ALIGNED_PRODUCT, GROUPED_ATTENTION, DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR)
+_OTHERS = (REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION, *_ON_CUDA)
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:

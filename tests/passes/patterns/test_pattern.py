@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autocastfx.graph.node import attributes_of, set_value
 from autocastfx.passes.patterns.patterns import (
     DENSE_MASK,
+    GROUPED_ATTENTION,
     LOSS_CAST,
     MATH_ATTENTION,
     PATTERNS,
@@ -31,7 +32,7 @@ OF_ONE = [pattern for pattern in PATTERNS if "attention" not in pattern.name]  #
 CASES = [(pattern, formula) for pattern in OF_ONE for formula in pattern.formulas]
 IDS = [f"{p.name}-{i}" for p in OF_ONE for i, _ in enumerate(p.formulas)]
 NAMES = (*(p.name for p in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION)
-NAMES += (ALIGNED_PRODUCT, DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR)
+NAMES += (ALIGNED_PRODUCT, GROUPED_ATTENTION, DENSE_MASK, TF32_PRODUCT, WIDE_LINEAR)
 WRITTEN = {"dims": [-1], "dim": -1, "eps": 1e-5}
 
 
@@ -100,7 +101,7 @@ def test_true_is_all_but_attention_and_false_is_none() -> None:
     assert chosen(NAMES) == chosen(NAMES[::-1]) == NAMES
     wanted = ("tanh_gelu", "erf_gelu", "quick_gelu", "silu", "rms_norm", "layer_norm", "softmax")
     wanted += ("repeated", "loss_cast", "math_attention", "short_attention")
-    wanted += ("aligned_product", "dense_mask", "tf32_product", "wide_linear")
+    wanted += ("aligned_product", "grouped_attention", "dense_mask", "tf32_product", "wide_linear")
     assert chosen(True) == wanted
     assert {*NAMES} - {*wanted} == {"attention", "masked_attention"}
     assert chosen(False) == chosen(()) == ()
