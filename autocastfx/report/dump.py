@@ -17,6 +17,7 @@ from autocastfx.report.compiled_graph import views_of_enabled
 from autocastfx.report.formats import FORMATS, render
 from autocastfx.report.html import model_facts, render_html
 from autocastfx.report.text import TextOptions, check_names, render_text
+from autocastfx.report.unfused import unfused_attention
 from autocastfx.report.view import PredictedError, View, titled, view
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -222,6 +223,9 @@ def _view(amp_model: AmpModule, number: int) -> View:
     if variant.fuse != "none":
         count, kinds = variant.regions
         shown = replace(shown, outside=(*shown.outside, f"regions: {count} of {kinds} kinds, compiled by Inductor"))
+    if shown.plan.device == "cuda":
+        told = (f"no fused attention takes {name}: {what}" for name, what in unfused_attention(variant.graph.nodes))
+        shown = replace(shown, outside=(*shown.outside, *told))
     prices = amp_model._original.converter.prices
     measured = prices.sensitivity if prices is not None else None
     return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))

@@ -17,6 +17,7 @@ from autocastfx.policy.float8 import MULTIPLE
 from autocastfx.report.dump import view_of
 from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
+from autocastfx.report.unfused import unfused_attention
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.working_copies import quantized_copy
 
@@ -75,6 +76,7 @@ class Lint:
         after: the least time of the converted graph, casts included.
         padded: products of odd sizes that the conversion has padded; no odd size is told of them.
         out_of_float8: for each product that a size keeps out of float8 its node, the size's name and the size.
+        unfused: for each attention that no fused kernel takes its node, and what to do.
     """
 
     gpu: Gpu
@@ -88,6 +90,7 @@ class Lint:
     after: Total
     padded: tuple[str, ...] = ()
     out_of_float8: tuple[tuple[str, str, int], ...] = ()
+    unfused: tuple[tuple[str, str], ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -170,6 +173,8 @@ class Lint:
                 f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
             )
             yield f"float8 takes multiples of {MULTIPLE}; pad {listed(list(padded), _MOST)}"
+        for node, remedy in self.unfused[:_MOST]:
+            yield f"no fused attention takes {node}: {remedy}"
         if self.float32_products:
             yield f"products that stay in float32, without tensor cores: {listed(self.float32_products, _MOST)}"
 
@@ -299,6 +304,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         before=total(before.values(), rates),
         after=total((work for _, work in after), rates),
         out_of_float8=tuple(_out_of_float8(plan)),
+        unfused=tuple(unfused_attention(graph.nodes)),
     )
 
 
