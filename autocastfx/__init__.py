@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # What saved graphs call by name is there as soon as the package is.
-for _name in ("casts", "cross_entropy_loss", "float8", "norms", "quick_gelu", "short_attention", "tf32"):
+for _name in ("casts", "cross_entropy_loss", "float8", "norms", "quick_gelu", "short_attention", "tf32", "wide_linear"):
     import_module(f"autocastfx.runtime.operators.{_name}")
 import_module("autocastfx.capture.data_writes")
 
