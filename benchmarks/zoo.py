@@ -1,7 +1,7 @@
 """Measure autocastfx on the model zoo against float32 and torch.autocast, on the CPU.
 
     python -m benchmarks.zoo [--models bert,gpt2] [--dtypes bfloat16,float16] [--fold exact,kernel]
-                             [--json PATH [--again]]
+                             [--as-cuda] [--fuse inductor] [--json PATH [--again]]
     python -m benchmarks.zoo --ops [--models bert,gpt2] [--json PATH]
 
 The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` select all
@@ -12,7 +12,9 @@ and in evaluation mode, so that every case also tests switching modes. A case pa
 A ratio is our distance to float32 divided by torch.autocast's: for the output and the gradient closest to their bounds,
 and for all gradients as one vector; each is the geometric mean over some draws of the inputs. With ``--json`` the file
 is written after each model, a row each, with the mean and the worst of all its cases; models in it are not measured
-again without ``--again``. ``--ops`` instead counts the models in which each ATen operator meets floating values.
+again without ``--again``. ``--as-cuda`` decides as for CUDA, for models of any size, where products are padded, masks
+laid out, heads shared and weights given float32 gradients. ``--ops`` instead counts the models in which each ATen
+operator meets floating values.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import transformers
@@ -43,6 +46,7 @@ import autocastfx
 from autocastfx.errors import AutocastFXError
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import tensors, uses
+from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.command import DTYPES, Command
 from benchmarks.hand import HAND
 from benchmarks.machine import moment
@@ -338,7 +342,9 @@ class _Others:
         return self._found[key]
 
 
-def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[[Row], None]) -> None:
+def measure(
+    model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[[Row], None], fuse: str = "none"
+) -> None:
     """Measure one model in both modes for each case (dtype, level of folding), reporting each row once it is known."""
     others = _Others(model)
     for name, fold in cases:
@@ -348,7 +354,8 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
             row = Row(model.name, mode, name, fold=fold)
             started = time.perf_counter()
             try:
-                amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype, fold=fold)
+                given: Any = {"example_kwargs": _inputs(model, FIRST_SIZE), "dtype": dtype, "fold": fold, "fuse": fuse}
+                amp = autocastfx.convert(owner, (), **given)
             except AutocastFXError as error:
                 report(_not_captured(row, model, error))
                 continue  # where train mode cannot be captured, eval mode may
@@ -362,6 +369,18 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
             for called in MODES[MODES.index(mode) :]:
                 report(_run_and_judge(replace(row, mode=called, seconds=seconds), model, amp, owner, others))
             break
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Let a conversion for a CPU change graphs as one for CUDA does, models of any size."""
+    facts = load_kernel_facts()
+    parameters = {"cpu": facts.float32_parameters["cpu"] | facts.float32_parameters["cuda"]}
+    numbers = {"fast_multiples": {"cpu": 8}, "float32_gradients": {"cpu": 1}, "groups_heads": frozenset({"cpu"})}
+    changed: Any = replace(facts, float32_parameters=parameters, **cast("Any", numbers))
+    any_size = mock.patch.multiple("autocastfx.passes.align", _LEAST_ROWS=1, _LEAST_FLOPS=0)
+    with mock.patch("autocastfx.options.load_kernel_facts", return_value=changed), any_size:
+        yield
 
 
 def _not_captured(row: Row, model: ZooModel, error: AutocastFXError) -> Row:
@@ -486,7 +505,12 @@ def _write(path: Path, versions: dict[str, str], rows: Iterable[Kept]) -> None:
 
 
 def _measure_all(
-    names: Sequence[str], cases: Sequence[tuple[str, str]], path: Path | None, again: bool, versions: dict[str, str]
+    names: Sequence[str],
+    cases: Sequence[tuple[str, str]],
+    path: Path | None,
+    again: bool,
+    versions: dict[str, str],
+    fuse: str = "none",
 ) -> int:
     held = _read(path, versions)
     print(_HEADER)
@@ -494,7 +518,7 @@ def _measure_all(
         known = {(dtype, fold) for dtype, fold in held[name].cases} if name in held else set[tuple[str, str]]()
         if again or not known >= set(cases):
             rows: list[Row] = []
-            measure(MODELS[name], list(dict.fromkeys((*sorted(known), *cases))), rows.append)
+            measure(MODELS[name], list(dict.fromkeys((*sorted(known), *cases))), rows.append, fuse)
             print(*map(_line, rows), sep="\n", flush=True)
             held[name] = kept(rows)
             if path:
@@ -527,6 +551,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.names("--fold", LEVELS)
     command.add_argument("--ops", action="store_true", help="count the operators instead")
     command.add_argument("--again", action="store_true", help="also measure what stands in the file already")
+    command.add_argument("--as-cuda", action="store_true", help="decide as for CUDA")
+    command.add_argument("--fuse", default="none", help="of convert")
     options = command.begin(arguments)
     names = list(dict.fromkeys(one for name in options.models for one in groups.get(name, [name])))
     warnings.simplefilter("ignore")
@@ -535,7 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.ops:
         return _count_ops(names, options.json, versions)
     cases = list(product(options.dtypes, options.fold))
-    return _measure_all(names, cases, options.json, options.again, versions)
+    with as_on_cuda() if options.as_cuda else nullcontext():
+        return _measure_all(names, cases, options.json, options.again, versions, options.fuse)
 
 
 if __name__ == "__main__":
