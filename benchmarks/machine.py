@@ -44,16 +44,17 @@ def processor() -> str:
 @cache
 def changed_since(commit: str, paths: Sequence[str]) -> bool:
     """True if files and folders of the checkout differ from those of a commit; False where git cannot tell."""
-    command = ("git", "-C", str(ROOT), "diff", "--quiet", f"{commit.removesuffix('-dirty')}^{{commit}}", "--", *paths)
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 1
-    except OSError:
-        return False
+    # Outside of a repository git diff compares files.
+    return bool(day_of(commit) and _git("-C", str(ROOT), "diff", "--name-only", _named(commit), "--", *paths))
 
 
 def day_of(commit: str) -> str:
-    """Return the date of a commit."""
-    return _git("-C", str(ROOT), "show", "-s", "--format=%cs", f"{commit.removesuffix('-dirty')}^{{commit}}")
+    """Return the date of a commit; empty where git cannot tell."""
+    return _git("-C", str(ROOT), "show", "-s", "--format=%cs", _named(commit))
+
+
+def _named(commit: str) -> str:
+    return f"{commit.removesuffix('-dirty')}^{{commit}}"
 
 
 def _commit() -> str:

@@ -272,6 +272,32 @@ def test_the_times_of_each_round_are_known_at_once() -> None:
     assert [found["b"].get("partial") for found in seen[1:]] == [True, None, None]
 
 
+def test_queued_steps_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    parts = {name: partial(done.append, name) for name in ("backward", "step")}
+    assert measure.queued({**parts, "sleep": lambda: time.sleep(0.01)}, "cuda", 3)["queued"] == pytest.approx(10, 0.5)
+    assert done == ["wait", *["backward", "step"] * 3, "wait"]
+
+
+def test_queued_steps_are_compared_within_a_round() -> None:
+    """Each round has a step alone and queued ones, for which a side is prepared anew."""
+    calls: list[str] = []
+    work = {
+        side: measure.Work({"step": partial(calls.append, side)}, partial(calls.append, f"prepare {side}"))
+        for side in "ab"
+    }
+    rounds = Rounds(3, 3, 1, 1, 2)
+    *_, times = measure.interleaved(work, rounds, "cpu")
+    one = ["prepare a", "a", "prepare a", "a", "a"]
+    assert calls[:4] == ["prepare a", "a", "prepare b", "b"], "to warm up, none is queued"
+    assert calls[4:14] == [call.translate({97: "b"}) if call == "a" else call.replace(" a", " b") for call in one] + one
+    found = measure.timed(times, rounds, "a")
+    assert {side: len(row["queued_to_autocast"]) for side, row in found.items()} == {"a": 3, "b": 3}
+    assert found["a"]["queued_to_autocast"] == [1, 1, 1]
+
+
 class _Event:
     """A CUDA event that takes the time of the host."""
 

@@ -19,10 +19,10 @@ switches TF32 off, ``TF32`` on. Liger is under torch.autocast. Peak memory is th
 
 The first call shows that all works, and measures training steps beside torch.autocast. The second one runs again what
 failed or was not reached in the first, then other ways to train, compiled models beside eager ones, kernel facts and
-the other tests. Without ``--call`` all is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages printed. ``--resume`` leaves out what
-its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny`` runs the same stages on small models,
-as a test of this command itself. The table is printed last; ``python -m benchmarks.gpu.table DIR`` prints it again. See
-docs/gpu.md.
+the other tests. Without ``--call`` all is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages
+printed. ``--resume`` leaves out what its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny``
+runs the same stages on small models, as a test of this command itself. The table is printed last;
+``python -m benchmarks.gpu.table DIR`` prints it again. See docs/gpu.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from benchmarks.timing import spread
 
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
 ENVIRONMENT, FACTS = "environment", "kernel facts"
-HIDDEN = ("card", "stage", "call", "commit", "longest", "kernels_quartiles", "kernels_to_autocast")
+HIDDEN = ("card", "stage", "call", "commit", "longest")
 WIDEST = 150  # characters of a cell that is no name
 SIDES = {  # in the summary
     **{CAST: "default", FASTEST: 'cached weights, `fold="kernel"`'},
@@ -112,10 +112,14 @@ def short(rows: Iterable[Row], card: str, most: int) -> str:
 
 
 def step_cards(rows: Iterable[Row]) -> str:
-    """Return for each card that timed eager steps its name, the versions and the date; empty if none did."""
+    """Return for each card that timed eager steps its name, the versions, the date and the age; empty if none did."""
+    timed: dict[str, list[Row]] = {}
     held = stored.latest(rows)
-    timed = dict.fromkeys(row["card"] for row in held if row["stage"].startswith("eager step"))
-    return "\n\n".join(_caption(row for row in held if row["card"] == card) for card in timed)
+    for row in held:
+        if row["stage"].startswith("eager step"):
+            timed.setdefault(row["card"], []).append(row)
+    captions = {card: _caption(row for row in held if row["card"] == card) for card in timed}
+    return "\n\n".join(f"{captions[card]}{_older(mine, itemgetter('stage'))}" for card, mine in timed.items())
 
 
 def step_summary(rows: Iterable[Row]) -> str:
@@ -180,7 +184,7 @@ def _parts(rows: Sequence[Row]) -> Iterator[str]:
     others: dict[str, list[Row]] = {}
     for row in rows:
         is_pivot, model = row["stage"].startswith(shown), row.get("model", "")
-        is_shown = is_pivot and not {"kernels", "host_ms"} & row.keys()
+        is_shown = is_pivot and "host_ms" not in row
         if not is_shown and row["stage"] != ENVIRONMENT and not {"done", "error", "skipped"} & row.keys():
             stage = row["stage"].partition(",")[0]
             kind = model if stage == FACTS else model.rpartition(", ")[2] if is_pivot else ""
@@ -266,6 +270,8 @@ def _step_table(title: str, rows: Iterable[Row]) -> str:
         if (ms := row.get("queued_ms")) and "items" in row:
             line["tokens or images/s"] = f"{1e3 * row['items'] / ms:,.0f}"
             line["MFU"] = f"{1e3 * row['flops'] / ms / PEAKS[row['card']]:.1%}" if row["card"] in PEAKS else ""
+        line["number of kernels"] = str(row.get("kernels", ""))
+        line["attention"] = _attention(row["attention"]) if "attention" in row else ""
         lines.append(line)
     return f"{title}, in milliseconds, and as ratios to {AUTOCAST}'s:\n\n{_filled(lines)}" if lines else ""
 
