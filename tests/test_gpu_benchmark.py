@@ -27,7 +27,7 @@ import autocastfx
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
 from benchmarks.gpu.plan import BASIC, CALLS, LIGER, RIVALS, STEPS, TIMED, plan
-from benchmarks.gpu.stage import Given
+from benchmarks.gpu.stage import Given, Rounds
 from benchmarks.gpu.stages import samples, steps, suite, without_waiting
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
@@ -85,6 +85,7 @@ def _all_are_there(call: int, found: list[dict[str, Any]]) -> None:
 
 def test_every_stage_leaves_rows_or_says_why_not(tiny: Path) -> None:
     _all_are_there(1, rows.read(tiny))
+    assert {row["commit"] for row in rows.read(tiny)} == {"unknown"}, "there is no git"
 
 
 @pytest.mark.slow
@@ -171,6 +172,17 @@ def _all_are_measured(
                 assert row["step_ms"] > row["backward_ms"] > 0
                 assert row["items"] > 0
                 assert row["flops"] > 0
+
+
+def test_steps_whose_kernels_were_not_reached_are_timed_again() -> None:
+    def timed(*names: str) -> list[str]:
+        given = Given("cpu", frozenset((name, AUTOCAST, "bfloat16") for name in names))
+        found = steps.steps(given, "MLP tiny", (AUTOCAST,), ("bfloat16",), rounds=Rounds(2, 2, 0, 1, 2))
+        return [row["model"] for row in found]
+
+    both = timed("MLP tiny")
+    assert both == ["MLP tiny", f"MLP tiny{steps.KERNELS}"]
+    assert timed(*both) == []
 
 
 def test_resume_runs_nothing_anew(tiny: Path, tmp_path: Path) -> None:
