@@ -44,8 +44,7 @@ def processor() -> str:
 @cache
 def changed_since(commit: str, paths: Sequence[str]) -> bool:
     """True if files and folders of the checkout differ from those of a commit; False where git cannot tell."""
-    # Outside of a repository git diff compares files.
-    return bool(day_of(commit) and _git("-C", str(ROOT), "diff", "--name-only", _named(commit), "--", *paths))
+    return bool(_git("-C", str(ROOT), "diff", "--name-only", _named(commit), "--", *paths))
 
 
 def day_of(commit: str) -> str:
