@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
+from autocastfx.runtime.regions import Region
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
 from benchmarks.gpu.plan import BASIC, CALLS, LIGER, RIVALS, STEPS, TIMED, plan
@@ -199,10 +201,10 @@ def test_the_table_says_what_was_measured_on_what(tiny: Path, capsys: pytest.Cap
     shown = capsys.readouterr().out
     assert f"torch {torch.__version__}" in shown.splitlines()[0]
     times = "step, ms | step, ratio | back to back, ms | back to back, ratio | kernels, ms | kernels, ratio"
-    head = f"| model | dtype | side | {times} | tokens or images/s |"
+    head = f"| model | dtype | side | {times} | tokens or images/s | number of kernels | attention |"
     assert f"\nTraining steps, in milliseconds, and as ratios to {AUTOCAST}'s:\n\n{head}\n" in shown
     ratio = r" \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\)"
-    assert re.search(rf"\n\| BERT tiny \| float16 \| pure half({ratio}){{3}} \| [\d,]+ \|\n", shown)
+    assert re.search(rf"\n\| BERT tiny \| float16 \| pure half({ratio}){{3}} \| [\d,]+ \| \d+ \| ", shown)
     assert "\n- graph step, ResNet tiny: needs CUDA\n" in shown
 
 
@@ -404,6 +406,32 @@ def test_sides_of_one_capture_are_what_convert_makes(monkeypatch: pytest.MonkeyP
             theirs = autocastfx.convert(found.model, (), inputs, **direct)
             assert ours.plan == theirs.plan, (name, weights, fold)
             assert ours(**inputs)[0].equal(theirs(**inputs)[0])
+
+
+@pytest.mark.parametrize("name", ["MLP tiny", "ResNet tiny", "ViT-L b64"])
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    """Without attention's backward, which computes its scores twice."""
+    inputs = models.MODELS[name].inputs()
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        found = models.MODELS[name].build().train()(**{key: tensor.to("meta") for key, tensor in inputs.items()})
+        (found["loss"] if isinstance(found, dict) else found[0]).backward()
+    size = steps._size(name, SimpleNamespace(inputs=inputs))  # type: ignore[arg-type]
+    assert size["flops"] == pytest.approx(counter.get_total_flops())
+    assert size["items"] == {"MLP tiny": 8, "ResNet tiny": 2, "ViT-L b64": 64}[name]
+
+
+def test_a_side_that_cannot_be_compiled_is_a_row_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Region, given: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(Region, "_compile", fails)
+    found = steps.steps(Given("cpu"), "MLP tiny", (AUTOCAST, FUSED), ("bfloat16",), rounds=Rounds(2, 2, 0, 1, 2))
+    ends = {(row["model"], row["side"]): row.get("error", "") for row in found}
+    assert ends == {
+        ("MLP tiny", AUTOCAST): "",
+        ("MLP tiny", FUSED): "RuntimeError: no compiler",
+        (f"MLP tiny{steps.KERNELS}", AUTOCAST): "",
+    }
 
 
 def test_tf32_is_a_matter_of_one_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_a_stage_that_fails_crashes_or_hangs_is_a_row_and_the_others_run(tmp_pat
         "absent": "AttributeError: module 'tests.gpu_stages' has no attribute 'absent'",
         "works": "done",
     }
-    skipped = {"card": "card", "call": 1, "stage": "cannot", "skipped": "no"}
+    skipped = {"card": "card", "call": 1, "commit": "", "stage": "cannot", "skipped": "no"}
     assert [row for row in found if "skipped" in row] == [skipped]
     sides_of = {stage: [r["side"] for r in stored if r["stage"] == stage and "side" in r] for stage in _ends(found)}
     assert sides_of == {"raises": ["a"], "crashes": [], "hangs": ["a"], "absent": [], "cannot": [], "works": ["a", "b"]}

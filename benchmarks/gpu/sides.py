@@ -20,6 +20,7 @@ from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.amp_module import view
 from autocastfx.runtime.captures import Captures
+from benchmarks.gpu.measure import failure
 from benchmarks.gpu.models import built
 from benchmarks.training import Setting, Training, adamw, halved, side_of, training_of
 
@@ -42,13 +43,17 @@ class Source:
     def prepare(self, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
         """Convert for sides to come, each of which is built once: a large model takes seconds.
 
-        Where regions are compiled, a forward and backward let the compiler do so now.
+        Where regions are compiled, a forward and backward let the compiler do so now. What fails does so again when the
+        side is measured, and is its row then.
         """
         options = [side_of(name).convert for name in names]
         for dtype, one in product(dtypes, filter(None, options)):
             made = self.converted(dtype, **one)
             if "fuse" in one:
-                made(**self.inputs)[0].backward()
+                try:
+                    made(**self.inputs)[0].backward()
+                except Exception as error:
+                    failure(error)
                 made.zero_grad()
             self.prepared[_key(dtype, one)] = made
 
