@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -142,7 +142,7 @@ def halved(
     return model, {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
 
 
-def adamw(parameters: Iterable[nn.Parameter], setting: Setting) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[Tensor], setting: Setting) -> torch.optim.AdamW:
     """Return the optimizer that all sides have."""
     return torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=setting.is_capturable)
 
@@ -225,7 +225,7 @@ class _MastersByTorch:
 
 
 @contextlib.contextmanager
-def tf32(allowed: bool | None) -> Iterator[None]:
+def tf32(allowed: bool | None) -> Generator[None]:
     """While open, products and convolutions of float32 run in TF32 on CUDA, or do not; None changes nothing."""
     backends: Any = (torch.backends.cuda.matmul, torch.backends.cudnn) if allowed is not None else ()
     before = [backend.allow_tf32 for backend in backends]

@@ -82,6 +82,8 @@ def test_old_rows_show_what_they_have() -> None:
     shown = table.markdown(_steps("NVIDIA H200", "step"))
     assert f"{head}\n| --- |" in shown
     assert f"\n| m | float16 | {AUTOCAST} | 20 |  | 10 |  | 3 |\n{ours}" in shown
+    renewed = [{**row, "commit": "new"} if "step_ms" in row else row for row in _steps("NVIDIA H200", "step")]
+    assert f"\n| m | float16 | {DEFAULT} |  |  | 5 | 0.500 | 3 |" in table.markdown(renewed), "not of one commit"
     old = table.step_summary(_steps("NVIDIA H200", "step"))
     assert "the device idle before it, to torch.autocast's, with quartiles" in old
     assert "| m | float16 | 0.50 (0.40 to 0.60) |" in old

@@ -148,7 +148,7 @@ def step_summary(rows: Iterable[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _older(rows: Iterable[Row], name: Callable[[Row], str]) -> str:
+def _older(rows: Iterable[Row], name_of: Callable[[Row], str]) -> str:
     """Say of what rows the code has changed since that decides them; empty if of none, or if git cannot tell."""
     paths = {stage.name: stage.paths for stage in plan([*CALLS], "cuda", is_tiny=False)}
     ages: dict[str, dict[str, bool]] = {}
@@ -156,7 +156,7 @@ def _older(rows: Iterable[Row], name: Callable[[Row], str]) -> str:
         commit, stage = str(row.get("commit", "")), row["stage"]
         if stage != ENVIRONMENT:  # of a stage that is no longer there any change counts
             is_old = bool(commit) and changed_since(commit, paths.get(stage, ("autocastfx", "benchmarks")))
-            known = ages.setdefault(name(row), {})
+            known = ages.setdefault(name_of(row), {})
             known[commit] = known.get(commit, False) or is_old
     found: dict[str, list[str]] = {}
     for name, commits in ages.items():
@@ -252,16 +252,19 @@ def _plain(kernel: str) -> str:
 
 
 def _step_table(title: str, rows: Iterable[Row]) -> str:
-    """Return a line for each side: milliseconds, and quartiles of the ratios to torch.autocast's in the same rounds."""
-    sides: dict[tuple[str, str, str], Row] = {}
+    """Return a line for each side: milliseconds, and quartiles of the ratios to torch.autocast's in the same rounds.
+
+    What was measured at another commit is another line.
+    """
+    sides: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
         if "step_ms" in row or "kernels_ms" in row:
-            key = (row["model"].removesuffix(KERNELS), row["dtype"], row["side"])
+            key = (row["model"].removesuffix(KERNELS), row["dtype"], row["side"], row.get("commit", ""))
             sides.setdefault(key, {}).update(row)
     lines: list[dict[str, str]] = []
-    for (model, dtype, side), row in sides.items():
+    for (model, dtype, side, commit), row in sides.items():
         line = {"model": model, "dtype": dtype, "side": side}
-        baseline = sides.get((model, dtype, AUTOCAST), {}) if side != AUTOCAST else {}
+        baseline = sides.get((model, dtype, AUTOCAST, commit), {}) if side != AUTOCAST else {}
         for key, name in TIMES.items():
             ms, ratios, theirs = row.get(f"{key}_ms"), row.get(f"{key}_to_autocast"), baseline.get(f"{key}_ms")
             line |= {f"{name}, ms": f"{ms:.4g}" if ms else "", f"{name}, ratio": ""}
