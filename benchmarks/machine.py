@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
@@ -34,6 +39,21 @@ def processor() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()
+
+
+@cache
+def changed_since(commit: str, paths: Sequence[str]) -> bool:
+    """True if files and folders of the checkout differ from those of a commit; False where git cannot tell."""
+    return bool(_git("-C", str(ROOT), "diff", "--name-only", _named(commit), "--", *paths))
+
+
+def day_of(commit: str) -> str:
+    """Return the date of a commit; empty where git cannot tell."""
+    return _git("-C", str(ROOT), "show", "-s", "--format=%cs", _named(commit))
+
+
+def _named(commit: str) -> str:
+    return f"{commit.removesuffix('-dirty')}^{{commit}}"
 
 
 def _commit() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import machine, report
 from benchmarks.gpu import rows
 from benchmarks.training import DEFAULT
 
@@ -23,10 +23,16 @@ def _texts(svg: str) -> list[str]:
     return [unescape(text) for text in re.findall(r"<(?:dc:description|text)[^>]*>([^<]*)</", svg)]
 
 
+_KNOWN = all(map(machine.day_of, {row["commit"] for row in rows.read(rows.RESULTS) if "commit" in row}))
+_with_history = pytest.mark.skipif(not _KNOWN, reason="git does not know the commits that rows were measured at")
+
+
+@_with_history
 def test_tables_and_pictures_belong_to_the_results_that_are_kept() -> None:
     assert report.stale() == [], "run `python -m benchmarks.report` and review what changed"
 
 
+@_with_history
 def test_each_result_has_a_table_and_each_picture_is_in_the_gallery() -> None:
     kept = {path.name: path.read_text(encoding="utf-8") for path in (report.RESULTS / "tables").iterdir()}
     assert kept == report.tables()
@@ -43,6 +49,7 @@ def test_figures_of_the_conclusions_stand_in_the_tables() -> None:
     tables = "".join(report.tables().values()) + (report.RESULTS / "answered.md").read_text(encoding="utf-8")
     pages = ("benchmarks", "cost")
     text = "".join((report.DOCS / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+    text = re.sub(r"\n### Estimated\n.*?(?=\n## )", "", text, flags=re.DOTALL)  # which no row has
     figures = re.findall(r"\b\d+\.\d+\b", text)
     assert len(figures) > 30
     assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}", tables)} == set()
@@ -56,6 +63,7 @@ def test_each_result_says_where_and_when_it_was_measured() -> None:
         assert date.fromisoformat(held["date"]), path.name
 
 
+@_with_history
 def test_what_is_stale_is_told_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,8 +118,8 @@ def test_what_a_gpu_measured_becomes_tables_and_a_picture(tmp_path: Path, monkey
         text = page.read_text(encoding="utf-8")
         assert report.NO_GPU not in text
         assert "H100; torch 2.11.0+cu130, commit abc; 2026-01-01.\n" in text
-        assert ("\n| BERT | 0.88 |\n" in text) == (page.name == "README.md")
-        assert ("\n| BERT | float16 | 8.5 | 0.875 (0.500 to 1.500) |\n" in text) == (page.name == "gpu.md")
+        assert ("\n| BERT | float16 | 0.88 (0.50 to 1.50) |\n" in text) == (page.name == "README.md")
+        assert (f"\n| BERT | float16 | {DEFAULT} | 8.5 | 0.875 (0.500 to 1.500) |\n" in text) == (page.name == "gpu.md")
         assert ("images/gpu-step.svg" in text) == (page.name == "benchmarks.md")
     texts = _texts((tmp_path / "gpu-step.svg").read_text(encoding="utf-8"))
     assert {"BERT, float16", "training step, time, H100", DEFAULT} <= set(texts)

@@ -10,7 +10,7 @@ from torch import nn
 
 from autocastfx.graph.node import tensors
 from benchmarks.gpu import models, sides
-from benchmarks.gpu.plan import STEPS
+from benchmarks.gpu.plan import ALIGNED, STEPS
 from benchmarks.models import FullModel
 from benchmarks.training import DEFAULT, FASTEST, SIDES
 from tests.fake_cuda import on_fake_cuda
@@ -24,7 +24,7 @@ FEW_LAYERS = {
     "ResNet": models.MODELS["ResNet tiny"],
     "T5, padded": FullModel(lambda: models._t5(768, 1, 12), models.MODELS["T5-base b16 s512, padded"].inputs),
 }
-FULL = (*STEPS, "T5-base b16 s512, padded", "GPT-2 b8 s1024", "BERT-base b8 s512")
+FULL = (*STEPS, *ALIGNED, "GPT-2 b8 s1024", "BERT-base b8 s512")
 LARGE = [pytest.param(models.MODELS[name], marks=pytest.mark.slow, id=name) for name in FULL]
 
 

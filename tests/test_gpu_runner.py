@@ -107,7 +107,7 @@ def test_a_stage_that_fails_crashes_or_hangs_is_a_row_and_the_others_run(tmp_pat
         "absent": "AttributeError: module 'tests.gpu_stages' has no attribute 'absent'",
         "works": "done",
     }
-    skipped = {"card": "card", "call": 1, "stage": "cannot", "skipped": "no"}
+    skipped = {"card": "card", "call": 1, "commit": "", "stage": "cannot", "skipped": "no"}
     assert [row for row in found if "skipped" in row] == [skipped]
     sides_of = {stage: [r["side"] for r in stored if r["stage"] == stage and "side" in r] for stage in _ends(found)}
     assert sides_of == {"raises": ["a"], "crashes": [], "hangs": ["a"], "absent": [], "cannot": [], "works": ["a", "b"]}
@@ -270,6 +270,32 @@ def test_the_times_of_each_round_are_known_at_once() -> None:
         *({}, {"a": 2, "b": 2}, {"a": 3, "b": 3}, {"a": 4, "b": 4})
     ]
     assert [found["b"].get("partial") for found in seen[1:]] == [True, None, None]
+
+
+def test_queued_steps_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    parts = {name: partial(done.append, name) for name in ("backward", "step")}
+    assert measure.queued({**parts, "sleep": lambda: time.sleep(0.01)}, "cuda", 3)["queued"] == pytest.approx(10, 0.5)
+    assert done == ["wait", *["backward", "step"] * 3, "wait"]
+
+
+def test_queued_steps_are_compared_within_a_round() -> None:
+    """Each round has a step alone and queued ones, for which a side is prepared anew."""
+    calls: list[str] = []
+    work = {
+        side: measure.Work({"step": partial(calls.append, side)}, partial(calls.append, f"prepare {side}"))
+        for side in "ab"
+    }
+    rounds = Rounds(3, 3, 1, 1, 2)
+    *_, times = measure.interleaved(work, rounds, "cpu")
+    one = ["prepare a", "a", "prepare a", "a", "a"]
+    assert calls[:4] == ["prepare a", "a", "prepare b", "b"], "to warm up, none is queued"
+    assert calls[4:14] == [call.translate({97: "b"}) if call == "a" else call.replace(" a", " b") for call in one] + one
+    found = measure.timed(times, rounds, "a")
+    assert {side: len(row["queued_to_autocast"]) for side, row in found.items()} == {"a": 3, "b": 3}
+    assert found["a"]["queued_to_autocast"] == [1, 1, 1]
 
 
 class _Event:

@@ -5,16 +5,24 @@
     python -m benchmarks.gpu --out DIR --call 1 --device cpu --tiny
 
 The sides take turns in each round, after three steps to warm up, and a side's ratio is to torch.autocast's time in the
-same round: medians, with quartiles. A step is forward, backward and fused AdamW, with the copies of cached weights that
-the next step reads; CUDA events time it. In float16 torch.autocast has a ``GradScaler``, the other sides a
-``LossScalingOptimizer``; ``pure half`` has float32 masters in both dtypes. Peak memory is that of one side alone.
+same round: medians, with quartiles. A training step is forward, backward and fused AdamW, with the copies of cached
+weights that the next step reads. It is timed in three ways: ``step`` by CUDA events, the device idle before it, which
+counts what the host takes to begin; ``back to back`` as a share of several steps that do not wait for the device, as
+in training; ``kernels`` by the profiler, the sum of its kernels without gaps. Tokens (with padding) or images a second,
+and MFU, the share of the card's peak in 16 bits that the model's products reach, are of steps back to back; what is
+computed twice does not count.
+
+In float16 torch.autocast has a ``GradScaler``, the other sides a ``LossScalingOptimizer``; ``pure half`` has float32
+masters in both dtypes. ``Apex O2-like`` is pure half as Apex's O2 has it, of torch alone: batch norms stay float32, and
+fused AdamW and ``GradScaler`` update float32 masters, between copies of all gradients and of all weights. ``float32``
+switches TF32 off, ``TF32`` on. Liger is under torch.autocast. Peak memory is that of one side alone.
 
 The first call shows that all works, and measures training steps beside torch.autocast. The second one runs again what
-failed or was not reached in the first, then compiled models, kernel facts and the other tests. Without ``--call`` all
-is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages printed. ``--resume`` leaves out what
-its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny`` runs the same stages on small models,
-as a test of this command itself. The table is printed last; ``python -m benchmarks.gpu.table DIR`` prints it again. See
-docs/gpu.md.
+failed or was not reached in the first, then other ways to train, compiled models beside eager ones, kernel facts and
+the other tests. Without ``--call`` all is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages
+printed. ``--resume`` leaves out what its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny``
+runs the same stages on small models, as a test of this command itself. The table is printed last;
+``python -m benchmarks.gpu.table DIR`` prints it again. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ from benchmarks.gpu import rows, table
 from benchmarks.gpu.plan import CALLS, plan
 from benchmarks.gpu.runner import Settings, run
 from benchmarks.gpu.stage import Row
-from benchmarks.machine import processor
+from benchmarks.machine import moment, processor
 
 SHOWN = 9000  # characters of the table
 
@@ -46,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help=only)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
-    parser.add_argument("--ahead", type=int, help="stages that prepare beside the next one; default: 6, on a CPU 0")
+    parser.add_argument("--ahead", type=int, help="stages that prepare beside the next one; default: 3, on a CPU 0")
     parser.add_argument("--together", type=int, help="stages that work side by side; default: 8, on a CPU 2")
     parser.add_argument("--commit", default="", help="the commit to note where this is no checkout")
     options = parser.parse_args(arguments)
@@ -77,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(
         **{"call": number, "out": out, "device": options.device, "card": card, "earlier": earlier},
         ends=time.monotonic() + 60 * options.minutes,
-        ahead=options.ahead if options.ahead is not None else (6 if is_cuda else 0),
+        ahead=options.ahead if options.ahead is not None else (3 if is_cuda else 0),
         together=options.together if options.together is not None else (8 if is_cuda else 2),
-        commit=options.commit,
+        commit=options.commit or moment()["commit"],
     )
     try:
         run(stages, settings)

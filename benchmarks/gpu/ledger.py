@@ -444,12 +444,12 @@ class _Moved(TorchDispatchMode):
 
 
 def measured() -> dict[tuple[str, str], float]:
-    """Milliseconds of kernels in stored rows, by model and side."""
+    """Milliseconds of kernels in stored rows in float16, by model and side."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     return {
         (row["model"].removesuffix(", kernels"), row["side"]): row["kernels_ms"]
         for row in rows
-        if str(row.get("stage")).startswith("eager step") and "kernels_ms" in row
+        if str(row.get("stage")).startswith("eager step") and "kernels_ms" in row and row["dtype"] == "float16"
     }
 
 

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median, quantiles
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.gpu.stage import Rounds, Row
 from benchmarks.timing import ratios
 
 ATTENTION = ("flash", "fmha", "cudnn", "cutlass", "efficient", "math", "attention", "softmax", "sdpa")
+_OWN = {"cuda": "device", "cpu": "cpu"}  # what the profiler calls a device's own time
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,26 @@ def elapsed(parts: Mapping[str, Callable[[], object]], device: str) -> dict[str,
     return {name: start.elapsed_time(end) for name, end in ends.items()}
 
 
-def interleaved(sides: dict[str, Work], rounds: Rounds, device: str) -> Iterator[Times]:
+def queued(parts: Mapping[str, Callable[[], object]], device: str, count: int) -> dict[str, float]:
+    """Run the parts so many times without waiting for the device, and return the milliseconds of each time."""
+
+    def repeat() -> None:
+        for _ in range(count):
+            for part in parts.values():
+                part()
+
+    return {"queued": elapsed({"": repeat}, device)[""] / count}
+
+
+def interleaved(
+    sides: dict[str, Work],
+    rounds: Rounds,
+    device: str,
+    measure: Callable[[Mapping[str, Callable[[], object]], str], dict[str, float]] = elapsed,
+) -> Iterator[Times]:
     """Time each side in each round, each round starting with another, and yield the times after each round.
 
-    A side that fails is removed from ``sides``, with the memory that it holds.
+    A side that fails is removed from ``sides``, with the memory that it holds. ``measure`` times the parts of one.
     """
     names = [*sides]
     times = Times({side: {part: [] for part in one.parts} for side, one in sides.items()})
@@ -103,7 +121,11 @@ def interleaved(sides: dict[str, Work], rounds: Rounds, device: str) -> Iterator
             try:
                 for _ in range(1 if turn else rounds.warm_up):
                     sides[side].prepare()
-                    spent = elapsed(sides[side].parts, device)
+                    spent = measure(sides[side].parts, device)
+                    sides[side].clear()
+                if turn and rounds.queued:
+                    sides[side].prepare()
+                    spent |= queued(sides[side].parts, device, rounds.queued)
                     sides[side].clear()
             except Exception as error:  # of this side; it becomes a row
                 times.failed[side] = failure(error)
@@ -112,7 +134,7 @@ def interleaved(sides: dict[str, Work], rounds: Rounds, device: str) -> Iterator
                 release()
                 continue
             for part, milliseconds in spent.items() if turn else ():
-                times.spent[side][part].append(milliseconds)
+                times.spent[side].setdefault(part, []).append(milliseconds)
         if turn:
             yield times
 
@@ -139,21 +161,26 @@ def timed(times: Times, rounds: Rounds, baseline: str, called: str = "autocast")
     return rows
 
 
-def kernels(work: Callable[[], object], most: int = 12) -> Row:
-    """Run ``work`` once, and return its number of kernels, those of attention by name, and those that take longest."""
-    profile: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+def kernels(work: Callable[[], object], most: int = 12, device: str = "cuda") -> Row:
+    """Run ``work`` once, and return its number of kernels, those of attention by name, and those that take longest.
+
+    On a CPU operators stand for kernels.
+    """
+    kind = device.upper()
+    profile: Any = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])
     with profile as profiler:
         work()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    events = [e for e in profiler.key_averages() if e.device_type == on_device and e.self_device_time_total > 0]
+        if device == "cuda":
+            torch.cuda.synchronize()
+    on_device, time_of = getattr(torch.autograd.DeviceType, kind), attrgetter(f"self_{_OWN[device]}_time_total")
+    events = [event for event in profiler.key_averages() if event.device_type == on_device and time_of(event) > 0]
     spent, counts = Counter[str](), Counter[str]()
     for event in events:  # variants of a template may begin alike
-        spent[event.key[:120]] += event.self_device_time_total
+        spent[event.key[:120]] += time_of(event)
         counts[event.key[:120]] += event.count
     return {
         "kernels": sum(event.count for event in events),
-        "kernels_ms": round(sum(event.self_device_time_total for event in events) / 1e3, 3),
+        "kernels_ms": round(sum(map(time_of, events)) / 1e3, 3),
         "attention": {kernel: n for kernel, n in counts.items() if any(word in kernel.lower() for word in ATTENTION)},
         "longest": {kernel: round(us / 1e3, 3) for kernel, us in spent.most_common(most)},
     }

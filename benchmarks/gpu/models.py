@@ -52,11 +52,11 @@ def _vit(width: int, layers: int, heads: int) -> nn.Module:
     )
 
 
-def _llama(layers: int = 22) -> nn.Module:
+def _llama(layers: int = 22, width: int = 2048, heads: int = 32, vocabulary: int = 32000) -> nn.Module:
     """The sizes of TinyLlama, of 1.1 billion parameters with 22 layers."""
-    sizes: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 5632}
-    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 11 * width // 4}
+    numbers: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": 4, "vocab_size": vocabulary}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **numbers, use_cache=False))
 
 
 def _t5(width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 32128) -> nn.Module:
@@ -101,6 +101,11 @@ MODELS: dict[str, FullModel] = {
     **SMALL,
     "BERT-large b32 s512": _bert_of(32, 512, 1024, 24, 16),
     "BERT-large b32 s512, padded": _bert_of(32, 512, 1024, 24, 16, padded=True),
+    # Sizes of vocabularies that products take best, beside the usual ones.
+    "BERT-large b32 s512, vocabulary 30528": _bert_of(32, 512, 1024, 24, 16, 30528),
+    "GPT-2 medium b8 s1024, fused GELU, vocabulary 50304": _gpt2_of(
+        *(8, 1024, 24, 16), activation_function="gelu_pytorch_tanh", vocab_size=50304
+    ),
     "BERT-base b32 s512": _bert_of(32, 512, 768, 12, 12),
     "BERT-base b8 s512": _bert_of(8, 512, 768, 12, 12),
     "GPT-2 medium b8 s1024": _gpt2_of(8, 1024, 24, 16),
@@ -116,6 +121,7 @@ MODELS: dict[str, FullModel] = {
     "BERT tiny": FullModel(lambda: _bert(16, 1, 2, 32), lambda: _tokens(2, 8, 32, padded=True)),
     "T5 tiny": FullModel(lambda: _t5(16, 1, 2, 32), lambda: _tokens(2, 8, 32, padded=True)),
     "ResNet tiny": _channels_last(lambda: ResNet((1,), width=8, classes=4), lambda: _images(2, 16, 4)),
+    "Llama tiny": FullModel(lambda: _llama(1, 32, 4, 32), lambda: _tokens(2, 8, 32)),
     "MLP tiny": FullModel(_Perceptron, _numbers),
 }
 

@@ -67,7 +67,7 @@ class Settings:
 
     def row(self, stage: Stage, found: Row) -> Row:
         """Return a row of a stage, with all that says where it comes from."""
-        return {"card": self.card, "call": self.call, "stage": stage.name, **found}
+        return {"card": self.card, "call": self.call, "commit": self.commit, "stage": stage.name, **found}
 
 
 class _Process:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -20,8 +20,9 @@ from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.amp_module import view
 from autocastfx.runtime.captures import Captures
+from benchmarks.gpu.measure import failure
 from benchmarks.gpu.models import built
-from benchmarks.training import Setting, Training, adamw, side_of, training_of
+from benchmarks.training import Setting, Training, adamw, halved, side_of, training_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -36,23 +37,32 @@ class Source:
     model: nn.Module
     inputs: dict[str, Tensor]
     captures: Captures
-    prepared: dict[tuple[torch.dtype, str, str, str], AmpModule] = field(
-        default_factory=dict[tuple[torch.dtype, str, str, str], AmpModule]
-    )
+    prepared: dict[object, AmpModule] = field(default_factory=dict[object, AmpModule])
     optimizers: dict[bool, torch.optim.Optimizer] = field(default_factory=dict[bool, torch.optim.Optimizer])
 
     def prepare(self, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
-        """Convert for sides to come, each of which is built once: a large model takes seconds."""
+        """Convert for sides to come, each of which is built once: a large model takes seconds.
+
+        Where regions are compiled, a forward and backward let the compiler do so now. What fails does so again when the
+        side is measured, and is its row then.
+        """
         options = [side_of(name).convert for name in names]
         for dtype, one in product(dtypes, filter(None, options)):
             made = self.converted(dtype, **one)
-            self.prepared[dtype, one["weights"], one["fold"], one.get("saved", "as computed")] = made
+            if "fuse" in one:
+                try:
+                    made(**self.inputs)[0].backward()
+                except Exception as error:
+                    failure(error)
+                made.zero_grad()
+            self.prepared[_key(dtype, one)] = made
 
-    def converted(self, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed") -> AmpModule:
+    def converted(self, dtype: torch.dtype, weights: str, fold: str, **others: str) -> AmpModule:
         """Convert the captured graph, as ``convert`` does with these arguments."""
-        if (dtype, weights, fold, saved) in self.prepared:
-            return self.prepared.pop((dtype, weights, fold, saved))
-        converter = _converter(self.model, dtype, weights, fold, saved)
+        given = {"weights": weights, "fold": fold, **others}
+        if _key(dtype, given) in self.prepared:
+            return self.prepared.pop(_key(dtype, given))
+        converter = _converter(self.model, dtype, **given)
         amp_model = view(self.captures, converter, None, converter.op_list.functions())
         for graph in self.captures.graphs:
             amp_model._prepare(graph)
@@ -67,13 +77,14 @@ class Source:
             shares_state: True if the float32 sides share AdamW's state, as they share the parameters: for timing alone.
         """
         side, model, inputs = side_of(name), self.model, self.inputs
+        if side.is_half or side.is_liger:
+            model = copy.deepcopy(model)
         if side.is_half:
-            model = copy.deepcopy(model).to(setting.dtype)
-            inputs = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+            model, inputs = halved(name, model, inputs, setting.dtype)
         if side.convert is not None:
             model = self.converted(setting.dtype, **side.convert)
         optimizer = None
-        if shares_state and not side.is_half:
+        if shares_state and not (side.is_half or side.is_liger):
             optimizer = self.optimizers.setdefault(setting.is_capturable, adamw(self.model.parameters(), setting))
         return training_of(name, model, inputs, setting, masters="float32" if side.is_half else "", optimizer=optimizer)
 
@@ -88,8 +99,14 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
     return Source(model, inputs, captures)
 
 
-def _converter(model: nn.Module, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed") -> Converter:
+def _key(dtype: torch.dtype, options: Mapping[str, str]) -> object:
+    return dtype, *sorted(options.items())
+
+
+def _converter(
+    model: nn.Module, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed", fuse: str = "none"
+) -> Converter:
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
     if entries := rules_of(saved):
         lists = lists.merged(OpList.of({"saved": entries}))
-    return Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
+    return Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights, fuse=fuse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -12,12 +12,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of measuring: further ones than the least only while there is time, in seconds."""
+    """Rounds of measuring: further ones than the least only while there is time, in seconds.
+
+    In each, so many steps are also ``queued``: run back to back, without waiting for the device in between.
+    """
 
     least: int = 6
     most: int = 10
     seconds: float = 8
     warm_up: int = 3
+    queued: int = 0
 
 
 ROUNDS = Rounds()
@@ -40,6 +44,7 @@ class Stage:
         fallback: environment variables with which it is tried once more if it fails. If that helps, all later stages
             have them.
         skip: why the stage cannot run here; empty if it can.
+        decided_by: files and folders of the checkout that decide the figures, beside the function's module.
     """
 
     name: str
@@ -52,6 +57,12 @@ class Stage:
     always: bool = False
     fallback: Mapping[str, str] = field(default_factory=dict[str, str])
     skip: str = ""
+    decided_by: Sequence[str] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files and folders whose changes make the rows old."""
+        return (*self.decided_by, f"{self.run.partition(':')[0].replace('.', '/')}.py")
 
     def function(self) -> Callable[..., Iterator[Row]]:
         """Import the function."""

@@ -8,20 +8,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import rows as stored
+from benchmarks.gpu.plan import AUTOCAST, CALLS, CAST, EAGER, FASTEST, FUSED, RIVALS, plan
 from benchmarks.gpu.stage import Row
+from benchmarks.machine import changed_since, day_of
+from benchmarks.timing import spread
 
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
 ENVIRONMENT, FACTS = "environment", "kernel facts"
-HIDDEN = ("card", "stage", "call", "longest")
+HIDDEN = ("card", "stage", "call", "commit", "longest")
 WIDEST = 150  # characters of a cell that is no name
-AUTOCAST = "torch.autocast"
-SIDES = {"cast, fold=exact": "default", "cached, fold=kernel": 'cached weights, `fold="kernel"`'}  # in the summary
+SIDES = {  # in the summary
+    **{CAST: "default", FASTEST: 'cached weights, `fold="kernel"`'},
+    FUSED: 'cached weights, `fold="kernel"`, `fuse="inductor"`',
+}
+# Operations a second of dense products in 16 bits, by the card's name. From NVIDIA's data sheets of the H100 and the
+# H200, both SXM, which print twice as many, for sparse ones.
+PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}
+KERNELS = ", kernels"  # after a model's name, where a row is of the kernels of its steps
 Cell = Callable[[Row], str]
 
 
@@ -54,12 +64,15 @@ def _number(key: str) -> Cell:
     return lambda row: _cell(row.get(key, "-"))
 
 
-STEP = _quartiles("step_to_autocast")
-STEPS = (
-    _Pivot("eager step", "Time of a training step", "ms", _number("step_ms"), STEP),
-    _Pivot("graph step", "Time of a training step replayed from a CUDA graph", "ms", _number("step_ms"), STEP),
-    _Pivot("compiled step", "Time of a training step under torch.compile", "ms", _number("step_ms"), STEP),
-)
+# How the names of stages that time steps begin, with what they time.
+STEPS = {
+    "eager step": "Training steps",
+    "rival step": "Training steps of other ways to train",
+    "Liger step": "Training steps of Liger's kernels",
+    "graph step": "Training steps replayed from a CUDA graph",
+    "compiled step": "Training steps under torch.compile",
+}
+TIMES = {"step": "step", "queued": "back to back", "kernels": "kernels"}
 OTHERS = (
     _Pivot(
         *("memory", "Peak memory of a training step, each side alone", "GB", lambda row: f"{row['peak'] / 1e9:.2f}"),
@@ -89,7 +102,8 @@ def markdown(rows: Iterable[Row]) -> str:
 
 def short(rows: Iterable[Row], card: str, most: int) -> str:
     """Return the tables of a card in at most ``most`` characters; what is left out is said."""
-    lines = markdown(row for row in rows if row.get("card") == card).splitlines()
+    mine = [row for row in rows if row.get("card") == card]
+    lines = f"{step_summary(mine)}\n\n{markdown(mine)}".strip().splitlines()
     left = 0
     while sum(map(len, lines)) + len(lines) > most - 80:
         lines.pop()
@@ -98,47 +112,79 @@ def short(rows: Iterable[Row], card: str, most: int) -> str:
 
 
 def step_cards(rows: Iterable[Row]) -> str:
-    """Return for each card that timed eager steps its name, the versions and the date; empty if none did."""
+    """Return for each card that timed eager steps its name, the versions, the date and the age; empty if none did."""
+    timed: dict[str, list[Row]] = {}
     held = stored.latest(rows)
-    timed = dict.fromkeys(row["card"] for row in held if row["stage"].startswith(STEPS[0].stage))
-    return "\n\n".join(_caption(row for row in held if row["card"] == card) for card in timed)
+    for row in held:
+        if row["stage"].startswith("eager step"):
+            timed.setdefault(row["card"], []).append(row)
+    captions = {card: _caption(row for row in held if row["card"] == card) for card in timed}
+    return "\n\n".join(f"{captions[card]}{_older(mine, itemgetter('stage'))}" for card, mine in timed.items())
 
 
 def step_summary(rows: Iterable[Row]) -> str:
-    """Return for each card a line a model: the medians of eager steps, as multiples of torch.autocast's, by dtype."""
+    """Return for each card a line a model and dtype: eager steps, as multiples of torch.autocast's, with quartiles.
+
+    Those that run back to back, if all do.
+    """
     held = stored.latest(rows)
     parts: list[str] = []
     for card in dict.fromkeys(row["card"] for row in held):
-        lines: dict[str, dict[tuple[str, str], float]] = {}
-        for row in held:
-            if row["card"] == card and row["stage"].startswith(STEPS[0].stage) and row.get("step_to_autocast"):
-                lines.setdefault(row["model"], {})[row["dtype"], row["side"]] = row["step_to_autocast"][1]
-        columns = [key for key in dict.fromkeys(key for line in lines.values() for key in line) if key[1] != AUTOCAST]
-        head = ["model", *(f"{dtype}: {SIDES.get(side, side)}" for dtype, side in columns)]
-        cells = [[f"{line[key]:.2f}" if key in line else "" for key in columns] for line in lines.values()]
-        body = [[model, *values] for model, values in zip(lines, cells, strict=True)]
+        mine = [row for row in held if row["card"] == card]
+        timed = [row for row in mine if row["stage"].startswith("eager step") and row.get("step_to_autocast")]
+        kind = "queued" if all("queued_ms" in row for row in timed) else "step"
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for row in timed:
+            lines.setdefault((row["model"], row["dtype"]), {})[row["side"]] = spread(row[f"{kind}_to_autocast"])
+        sides = [side for side in dict.fromkeys(side for line in lines.values() for side in line) if side != AUTOCAST]
+        body = [[*named, *(line.get(side, "") for side in sides)] for named, line in lines.items()]
         if body:
-            caption = _caption(row for row in held if row["card"] == card)
+            how = "one of several run back to back" if kind == "queued" else "the device idle before it"
             parts += [
-                f"Time of a training step (`python -m benchmarks.gpu`), to torch.autocast's. {caption}",
-                _lines(head, body),
+                f"Time of a training step (`python -m benchmarks.gpu`), {how}, to torch.autocast's, with quartiles. "
+                f"{_caption(mine)}{_older(timed, itemgetter('model'))}",
+                _lines(["model", "dtype", *(SIDES.get(side, side) for side in sides)], body),
             ]
     return "\n\n".join(parts)
 
 
+def _older(rows: Iterable[Row], name_of: Callable[[Row], str]) -> str:
+    """Say of what rows the code has changed since that decides them; empty if of none, or if git cannot tell."""
+    paths = {stage.name: stage.paths for stage in plan([*CALLS], "cuda", is_tiny=False)}
+    ages: dict[str, dict[str, bool]] = {}
+    for row in rows:
+        commit, stage = str(row.get("commit", "")), row["stage"]
+        if stage != ENVIRONMENT:  # of a stage that is no longer there any change counts
+            is_old = bool(commit) and changed_since(commit, paths.get(stage, ("autocastfx", "benchmarks")))
+            known = ages.setdefault(name_of(row), {})
+            known[commit] = known.get(commit, False) or is_old
+    found: dict[str, list[str]] = {}
+    for name, commits in ages.items():
+        for commit, is_old in commits.items():
+            if is_old:
+                found.setdefault(commit, []).append(name)
+    said = [
+        f"{'all' if len(names) == len(ages) else ', '.join(names)} at commit {commit} of {day_of(commit)}"
+        for commit, names in found.items()
+    ]
+    return f" Measured before the code changed that decides the figures: {'; '.join(said)}." if said else ""
+
+
 def _parts(rows: Sequence[Row]) -> Iterator[str]:
-    yield _caption(rows)
-    yield from _pivots(STEPS, rows)
+    yield _caption(rows) + _older(rows, lambda row: row["stage"].partition(",")[0])
+    for stage, title in STEPS.items():
+        if table := _step_table(title, [row for row in rows if row["stage"].startswith(stage)]):
+            yield table
     if slower := list(_slower(rows)):
         yield "Slower than torch.autocast, with the kernels that take longer:\n\n" + "\n".join(slower)
     if missing := list(_missing(rows)):
         yield "Not measured:\n\n" + "\n".join(missing)
     yield from _pivots(OTHERS, rows)
-    shown = tuple(pivot.stage for pivot in (*STEPS, *OTHERS))
+    shown = (*STEPS, *(pivot.stage for pivot in OTHERS))
     others: dict[str, list[Row]] = {}
     for row in rows:
         is_pivot, model = row["stage"].startswith(shown), row.get("model", "")
-        is_shown = is_pivot and not {"kernels", "host_ms"} & row.keys()
+        is_shown = is_pivot and "host_ms" not in row
         if not is_shown and row["stage"] != ENVIRONMENT and not {"done", "error", "skipped"} & row.keys():
             stage = row["stage"].partition(",")[0]
             kind = model if stage == FACTS else model.rpartition(", ")[2] if is_pivot else ""
@@ -175,9 +221,9 @@ def _slower(rows: Sequence[Row]) -> Iterator[str]:
     profiles = {(row["stage"], row["model"], row["side"], row["dtype"]): row for row in rows if "longest" in row}
     for row in rows:
         ratio = row.get("step_to_autocast")
-        if not ratio or ratio[1] <= 1:
+        if not ratio or ratio[1] <= 1 or row["side"] in (*RIVALS, EAGER):
             continue
-        names = [(row["stage"], f"{row['model']}, kernels", side, row["dtype"]) for side in (row["side"], AUTOCAST)]
+        names = [(row["stage"], f"{row['model']}{KERNELS}", side, row["dtype"]) for side in (row["side"], AUTOCAST)]
         ours, theirs = map(profiles.get, names)
         why = _longer(ours, theirs, row["step_ms"]) if ours and theirs else "not profiled"
         doubt = ", 1 is within the quartiles" if ratio[0] <= 1 else ""
@@ -205,6 +251,34 @@ def _plain(kernel: str) -> str:
     return re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", kernel)[:60]
 
 
+def _step_table(title: str, rows: Iterable[Row]) -> str:
+    """Return a line for each side: milliseconds, and quartiles of the ratios to torch.autocast's in the same rounds.
+
+    What was measured at another commit is another line.
+    """
+    sides: dict[tuple[str, str, str, str], Row] = {}
+    for row in rows:
+        if "step_ms" in row or "kernels_ms" in row:
+            key = (row["model"].removesuffix(KERNELS), row["dtype"], row["side"], row.get("commit", ""))
+            sides.setdefault(key, {}).update(row)
+    lines: list[dict[str, str]] = []
+    for (model, dtype, side, commit), row in sides.items():
+        line = {"model": model, "dtype": dtype, "side": side}
+        baseline = sides.get((model, dtype, AUTOCAST, commit), {}) if side != AUTOCAST else {}
+        for key, name in TIMES.items():
+            ms, ratios, theirs = row.get(f"{key}_ms"), row.get(f"{key}_to_autocast"), baseline.get(f"{key}_ms")
+            line |= {f"{name}, ms": f"{ms:.4g}" if ms else "", f"{name}, ratio": ""}
+            if ms and theirs:  # of kernels, older rows have one step
+                line[f"{name}, ratio"] = spread(ratios, 3) if ratios else f"{ms / theirs:.3f}"
+        if (ms := row.get("queued_ms")) and "items" in row:
+            line["tokens or images/s"] = f"{1e3 * row['items'] / ms:,.0f}"
+            line["MFU"] = f"{1e3 * row['flops'] / ms / PEAKS[row['card']]:.1%}" if row["card"] in PEAKS else ""
+        line["number of kernels"] = str(row.get("kernels", ""))
+        line["attention"] = _attention(row["attention"]) if "attention" in row else ""
+        lines.append(line)
+    return f"{title}, in milliseconds, and as ratios to {AUTOCAST}'s:\n\n{_filled(lines)}" if lines else ""
+
+
 def _pivot(pivot: _Pivot, rows: Iterable[Row]) -> str:
     """Return the table; empty if no row has anything to show."""
     lines: dict[tuple[str, str], dict[str, Row]] = {}
@@ -227,9 +301,14 @@ def _pivot(pivot: _Pivot, rows: Iterable[Row]) -> str:
 def _table(rows: Sequence[Row]) -> str:
     told = [{**row, "attention": _attention(row["attention"])} if "attention" in row else row for row in rows]
     keys = dict.fromkeys((*stored.KEY[2:], *(key for row in told for key in row)))
-    cells = {key: [_limited(row.get(key, ""), key) for row in told] for key in keys if key not in HIDDEN}
-    cells = {key: column for key, column in cells.items() if any(column)}
-    return _lines([key.replace("_", " ") for key in cells], [*zip(*cells.values(), strict=True)])
+    shown = [key for key in keys if key not in HIDDEN]
+    return _filled([{key.replace("_", " "): _limited(row.get(key, ""), key) for key in shown} for row in told])
+
+
+def _filled(lines: Sequence[Mapping[str, str]]) -> str:
+    """Return a table of the columns in which some line has something."""
+    head = [key for key in dict.fromkeys(key for line in lines for key in line) if any(line.get(key) for line in lines)]
+    return _lines(head, [[line.get(key, "") for key in head] for line in lines])
 
 
 def _attention(names: Iterable[str]) -> str:

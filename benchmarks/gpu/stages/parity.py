@@ -16,7 +16,7 @@ from benchmarks.gpu.measure import failure, release, settle
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gradient_scale import gradient_distances
-from benchmarks.training import AUTOCAST, FLOAT32, SIDES
+from benchmarks.training import AUTOCAST, FLOAT32, side_of
 from benchmarks.zoo_judge import distance
 
 SCALE = 1024.0  # of the loss, so that small gradients do not vanish in float16; the same on all sides
@@ -59,12 +59,12 @@ def parity(given: Given, model: str, sides: Sequence[str]) -> Iterator[Row]:
 
 
 def _of(side: str, found: Source, dtype: torch.dtype, device: str) -> _Result:
-    options = SIDES[side].convert
+    options = side_of(side).convert
     state = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
     model: nn.Module = found.model
     if options is not None:
-        model = found.converted(dtype, options["weights"], options["fold"])
-    region: Any = torch.autocast(device, dtype) if SIDES[side].is_autocast else contextlib.nullcontext()
+        model = found.converted(dtype, **options)
+    region: Any = torch.autocast(device, dtype) if side_of(side).is_autocast else contextlib.nullcontext()
     try:
         return _result(model, found.inputs, region)
     finally:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release,
 from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
-from benchmarks.training import AUTOCAST, HALF, Setting, Training, side_of, training_of
+from benchmarks.training import AUTOCAST, HALF, Setting, Training, halved, side_of, training_of
+
+KERNELS = ", kernels"  # after the model's name, in the rows of what the profiler saw
+PROFILED = Rounds(3, 3, warm_up=0)
 
 
 def steps(
@@ -25,10 +29,11 @@ def steps(
     kind: str = "eager",
     rounds: Rounds = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield a row for each dtype and side, after each round anew; then on a GPU the kernels of the first dtype's steps.
+    """Yield a row for each dtype and side, after each round anew; then one for the kernels of its steps.
 
     The model is captured once. ``backward_ms`` is the time of forward and backward, ``step_ms`` that of the whole step:
-    with the optimizer's part, and with the working copies that the next step reads.
+    with the optimizer's part, and with the working copies that the next step reads. ``queued_ms`` is the time of one of
+    several steps that run without waiting for the device, ``kernels_ms`` what the profiler adds up of a step's kernels.
 
     Args:
         given: what every stage is given.
@@ -40,7 +45,8 @@ def steps(
     """
     warnings.simplefilter("ignore")
     torch.backends.cudnn.benchmark = True
-    left = [dtype for dtype in dtypes if not all(given.has(model, side, dtype) for side in sides)]
+    names = (model, *([] if kind == "graph" else [f"{model}{KERNELS}"]))
+    left = [dtype for dtype in dtypes if not all(given.has(*row, dtype) for row in product(names, sides))]
     if not left:
         return
     started = time.monotonic()
@@ -48,6 +54,10 @@ def steps(
     found.prepare(sides, [DTYPES[dtype] for dtype in left])
     settle()
     captured = {"kind": kind, "prepared_s": round(time.monotonic() - started, 1)}
+    try:
+        captured |= _size(model, found)
+    except Exception as error:  # times are worth having without it
+        yield {"model": model, "error": failure(error)}
     for dtype in left:
         setting = Setting(given.device, DTYPES[dtype], kind == "compiled", kind == "graph")
         named = {"model": model, "dtype": dtype}
@@ -62,8 +72,8 @@ def steps(
         for times in interleaved(work, rounds, given.device):
             for side, row in timed(times, rounds, AUTOCAST).items():
                 yield {**named, "side": side, **captured, **row}
-        if given.device == "cuda" and kind != "graph" and dtype == left[0]:
-            yield from _kernels(named, work)
+        if kind != "graph":
+            yield from _kernels(named, work, given.device)
         work.clear()
         release()
 
@@ -85,13 +95,30 @@ def _work(one: Training, kind: str, given: Given) -> Work:
     return Work({"backward": one.forward_and_backward, "step": update}, one.prepare)
 
 
-def _kernels(named: Row, work: dict[str, Work]) -> Iterator[Row]:
-    for side, one in work.items():
-        try:
-            found = kernels(lambda parts=one.parts: [part() for part in parts.values()])
-        except Exception as error:
-            found = {"error": failure(error)}
-        yield {**named, "model": f"{named['model']}, kernels", "side": side, **found}
+def _size(model: str, found: Source) -> Row:
+    """Return the tokens or images of a step, and the floating-point operations of its products."""
+    from benchmarks.gpu.ledger import count
+
+    first = next(iter(found.inputs.values()))
+    kinds = count(model, HALF).kernels.items()
+    # Of attention's 14 parts the backward kernel computes 2 again, which do not count.
+    flops = sum(entry.flops * (12 / 14 if kind == "attention" else 1) for kind, entry in kinds)
+    return {"items": len(first) if first.is_floating_point() else first.numel(), "flops": flops}
+
+
+def _kernels(named: Row, work: dict[str, Work], device: str) -> Iterator[Row]:
+    """Yield the kernels of each side's steps, which the profiler sees in turns."""
+    seen = dict[str, Row]()
+
+    def profile(side: str, one: Work) -> float:
+        seen[side] = kernels(lambda: [part() for part in one.parts.values()], device=device)
+        return seen[side]["kernels_ms"]
+
+    profiles = {side: Work({"kernels": partial(profile, side, one)}, one.prepare) for side, one in work.items()}
+    if profiles:
+        *_, times = interleaved(profiles, PROFILED, device, lambda parts, _: {key: run() for key, run in parts.items()})
+        for side, row in timed(times, PROFILED, AUTOCAST).items():
+            yield {**named, "model": f"{named['model']}{KERNELS}", "side": side, **seen.get(side, {}), **row}
 
 
 def in_a_graph(one: Training, warm_up: int = 3) -> Callable[[], None]:
@@ -155,6 +182,4 @@ def _allocated(found: Source | None, side: str, setting: Setting, model: str) ->
 
 
 def _half(model: str, setting: Setting) -> Training:
-    module, inputs = built(model, setting.device)
-    given = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
-    return training_of(HALF, module.to(setting.dtype), given, setting, masters="float32")
+    return training_of(HALF, *halved(HALF, *built(model, setting.device), setting.dtype), setting, masters="float32")
