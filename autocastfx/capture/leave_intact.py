@@ -439,14 +439,14 @@ def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
                 delattr(owner, name)
     elif (isinstance(owner, dict) and keeps_added) or not _is_same(_content(owner), content):
         kind = _container_type(owner)
+        if not (isinstance(owner, dict) and keeps_added):
+            kind.clear(owner)
         if isinstance(owner, dict):
-            if not keeps_added:
-                kind.clear(owner)
             for key, value in content.items():
                 kind.__setitem__(owner, key, value)
         else:
-            kind.clear(owner)
-            (kind.update if kind is set else kind.extend)(owner, content)
+            add: Any = set.update if kind is set else kind.extend
+            add(owner, content)
 
 
 def _container_type(owner: Any) -> Any:

@@ -292,8 +292,9 @@ def _float32_of(low: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
     if origin(low) is None or low.target not in (_aten.to.dtype, working_copy):
         return None
     source = low.args[1 if low.target is working_copy else 0]
-    is_same = isinstance(source, fx.Node) and source not in written and dtypes(source) == (torch.float32,)
-    return source if is_same else None
+    if not isinstance(source, fx.Node) or source in written or dtypes(source) != (torch.float32,):
+        return None
+    return source
 
 
 def _laid_out(mask: fx.Node, given: torch.Tensor) -> fx.Node:
