@@ -229,7 +229,7 @@ def _judged(case: ZooModel, way: str, size: int) -> _Found:
     else:
         amp_model = autocastfx.convert(model.train(), (), case.inputs(BATCH, size), dtype=LOW)
         found, graphs = _ran(amp_model, amp_model, case, size), len(amp_model.variants)
-        plans = [variant.plan for variant in amp_model.variants]
+        plans = [_plan_in(amp_model, training, case, size) for training in (True, False)]
     runs = [(node.op, str(node.placement.run)) for plan in plans for node in plan.nodes]
     planned = sum(op in PRODUCT_OPS and run != "low" for op, run in runs)
     distances = _apart(found, exact)
@@ -238,6 +238,13 @@ def _judged(case: ZooModel, way: str, size: int) -> _Found:
     is_silent = found.products > max(planned, products) or max(distances) == 0 < max(usual)
     pairs = [_Found(*pair, is_silent, graphs, tuple(told)) for pair in zip(distances, usual, strict=True)]
     return max(pairs, key=lambda one: one.ratio)
+
+
+def _plan_in(amp_model: autocastfx.AmpModule, training: bool, case: ZooModel, size: int) -> autocastfx.Plan:
+    """Return the plan of the graph that a call in this mode runs: one graph may serve both."""
+    with torch.no_grad():
+        amp_model.train(training)(**case.inputs(BATCH, size))
+    return amp_model.plan
 
 
 def _said(error: BaseException) -> str:
