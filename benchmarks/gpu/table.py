@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.gpu import rows as stored
@@ -134,8 +135,14 @@ def step_summary(rows: Iterable[Row]) -> str:
         timed = [row for row in mine if row["stage"].startswith("eager step") and row.get("step_to_autocast")]
         kind = "queued" if all("queued_ms" in row for row in timed) else "step"
         lines: dict[tuple[str, str], dict[str, str]] = {}
+        middles: dict[str, list[float]] = {}
         for row in timed:
             lines.setdefault((row["model"], row["dtype"]), {})[row["side"]] = spread(row[f"{kind}_to_autocast"])
+            middles.setdefault(row["side"], []).append(row[f"{kind}_to_autocast"][1])
+        if len(lines) > 1:
+            lines["all, median and range", ""] = {
+                side: f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for side, each in middles.items()
+            }
         sides = [side for side in dict.fromkeys(side for line in lines.values() for side in line) if side != AUTOCAST]
         body = [[*named, *(line.get(side, "") for side in sides)] for named, line in lines.items()]
         if body:
