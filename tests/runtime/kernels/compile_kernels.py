@@ -24,14 +24,18 @@ from triton.runtime.jit import JITFunction
 from autocastfx.policy.float8 import E4M3, E5M2
 from autocastfx.runtime.kernels import cross_entropy, quantize, rms_norm
 from autocastfx.runtime.operators.norms import _WIDEST
+from autocastfx.training import step_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One for each number of warps, and one whose rows do not lie at multiples of 16 bytes.
 WIDTHS = (256, 512, 1024, 2048, 4096, _WIDEST - 1, _WIDEST)
 VOCABULARIES = (1024, 50_257)
 MATRICES = (4096, 16_384, 50_257)  # a row in one block, in the largest, and in several
+STEPS = (30_000, 30_001)
 FLOAT8 = 89  # the first capability with it
 ROWS = 50_000  # times 50,257 they are more than 32 bits count
+# What is approximate, or may be contracted: the step must have torch's bits.
+INEXACT = r"\S+\.(approx|full|ftz)\S*|(mul|add|sub)\.f32|cvt\.rz\S*"
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -89,6 +93,19 @@ def quantized(width: int, dtype: torch.dtype) -> None:
     quantize.quantize_both(x, E5M2, False)
 
 
+def step(kind: str, size: int, low: torch.dtype) -> None:
+    """A step of two tensors, with a skip or without: of addresses and sizes that fit loads of 16 bytes, or not."""
+    lists = [[torch.empty(size) for _ in range(2)] for _ in range(3 if kind == "sgd" else 4)]
+    given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
+    if kind == "sgd":
+        given |= {"momentum": 0.9, "dampening": 0.0, "nesterov": True}
+    else:
+        lists += [[], [torch.empty(()) for _ in range(2)]]
+        given |= {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    for found_inf in (torch.empty(()), None):
+        step_kernel.step(kind, lists, {**given, "found_inf": found_inf}, [t.to(low) for t in lists[0]])
+
+
 def usage(kernel: Any, folder: Path) -> tuple[int, int]:
     """Return the registers and the bytes of stack of a thread."""
     path = folder / f"{kernel.hash}.cubin"
@@ -107,12 +124,17 @@ def main(capability: int, folder: Path) -> None:
         if capability >= FLOAT8:
             widths = MATRICES if dtype == torch.bfloat16 else MATRICES[:1]
             runs += [(width, dtype, lambda w=width, d=dtype: quantized(w, d)) for width in widths]
+        if dtype != torch.float32:
+            kinds = ("adam", "adamw", "sgd")
+            runs += [(size, dtype, lambda k=kind, s=size, d=dtype: step(k, s, d)) for kind in kinds for size in STEPS]
     for size, dtype, run in runs:
         with torch.device("meta"), compiled(capability) as made:
             run()
         for kernel in made:
             narrow = len(re.findall(r"arith\.muli [^:]*: (?:tensor<[0-9x]*)?i32", kernel.asm["ttir"]))
             module = Path(kernel.src.fn.fn.__code__.co_filename).stem
+            if module == "step_kernel" and (found := re.search(INEXACT, kernel.asm["ptx"])):
+                raise SystemExit(f"{module}: {found[0]} does not round as torch's step does")
             print(module, kernel.metadata.name, size, dtype, *usage(kernel, folder), narrow)
 
 

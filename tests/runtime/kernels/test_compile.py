@@ -18,6 +18,7 @@ KERNELS = {
     "rms_norm _add_up": 3 * 8,
     "cross_entropy _forward": 3 * 2 * 2,
     "cross_entropy _backward": 3 * 2 * 3,
+    "step_kernel _step": 2 * 3 * 2 * 2,  # 16-bit dtypes, optimizers, sizes, with a skip or without
 }
 # On a GPU with float8: three widths of bfloat16 and one of each other dtype, for one layout and for both.
 QUANTIZE = {
