@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.operators.float8 import quantize
+from autocastfx.training.copying_step import SOURCE
 from autocastfx.training.loss_scale import is_capturing
 from autocastfx.training.masters import TensorMark
 
@@ -310,6 +311,21 @@ class WorkingCopies:
         for (copy, master), tensor in zip(stale, tensors, strict=True):
             copy.become(tensor, master, filled.get(tensor.device))
 
+    def writable(self, masters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return fresh copies that no graph of autograd waits to read, by the ids of their masters."""
+        waiting = {id(copy) for group in self.groups.values() if group.is_held for copy in group.copies}
+        idle = [(masters[number], copy) for (number, _), copy in list(self.held.items()) if number in masters]
+        idle = [(master, copy) for master, copy in idle if id(copy) not in waiting and copy.takes(master)]
+        return {id(m): copy.tensor for m, copy in idle if copy.mark is not None and copy.mark.fits(m)}
+
+    def note_written(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Note that a step wrote these copies and their masters."""
+        filled = {tensor.device: Filled(tensor.device) for tensor in copies.values() if tensor.is_cuda}
+        for (number, _), copy in list(self.held.items()):
+            master = copy.master()
+            if master is not None and copy.tensor is copies.get(number):
+                copy.become(copy.tensor, master, filled.get(copy.tensor.device))
+
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Mark the copies of ``masters`` (all if None) as stale."""
         changed = None if masters is None else {id(master) for master in masters}
@@ -385,4 +401,5 @@ def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:
             model_copies.expire(changed)
             model_copies.are_replayed = model_copies.are_replayed or is_capturing(changed)
 
+    setattr(stepped, SOURCE, copies)
     return stepped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autocastfx.dtypes import LOW_DTYPES, widened
 from autocastfx.errors import ArgumentError, LossScaleError
+from autocastfx.training.copying_step import writing_copies
 from autocastfx.training.gradients import local, settled
 
 # Detect that a tensor has been written to.
@@ -56,6 +57,7 @@ class Masters:
         self.masters: list[torch.Tensor] = []
         self._marks: list[TensorMark | None] = []  # of the parameters when they last agreed with their masters
         self._shared: list[torch.Tensor | None] = []  # gradients
+        self._written = set[int]()  # ids of masters whose parameters their step has written
         for group in optimizer.param_groups:
             self.adopt(group, optimizer)
 
@@ -65,6 +67,7 @@ class Masters:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._marks, self._shared = [None] * len(self), [None] * len(self)
+        self._written = set[int]()
 
     def __len__(self) -> int:
         return len(self.masters)
@@ -142,7 +145,19 @@ class Masters:
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Call ``step``, which steps ``optimizer``, while its groups hold the masters' values."""
-        return step()
+        with writing_copies(optimizer, self) as self._written:
+            return step()
+
+    def writable(self, masters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the 16-bit parameters that nobody has written since they agreed with their masters."""
+        rows = zip(self.working, self.masters, self._marks, strict=True)
+        return {id(m): w for w, m, mark in rows if id(m) in masters and mark is not None and mark.fits(w)}
+
+    def note_written(self, copies: Container[int]) -> None:
+        """Note that the parameters of the masters with these ids agree with them."""
+        for working, master, mark in zip(self.working, self.masters, self._marks, strict=True):
+            if mark is not None and id(master) in copies:
+                mark.version = working._version
 
     def call(self, optimizer: Optimizer, method: Callable[[], Any]) -> Any:
         """Call a method of ``optimizer`` that may write masters, in whichever way, and let their parameters follow."""
@@ -154,17 +169,15 @@ class Masters:
                 self.publish()
 
     def publish(self) -> None:
-        """Copy the trained masters to their 16-bit parameters, rounding to nearest."""
-        pairs = zip(self.working, self.masters, strict=True)
-        moved = [i for i, (working, master) in enumerate(pairs) if working.requires_grad or master.grad is not None]
+        """Copy the trained masters to their 16-bit parameters, rounding to nearest, but for those that a step wrote."""
+        written, self._written = self._written, set()
+        pairs = enumerate(zip(self.working, self.masters, strict=True))
+        moved = [i for i, (w, m) in pairs if (w.requires_grad or m.grad is not None) and id(m) not in written]
         if moved:
             with torch.no_grad():
                 working, masters = ([local(kept[i]) for i in moved] for kept in (self.working, self.masters))
                 _KERNELS._foreach_copy_(working, masters)
-            for i in moved:
-                mark = self._marks[i]
-                if mark is not None:
-                    mark.version = self.working[i]._version
+            self.note_written({id(self.masters[i]) for i in moved})
 
     def zero_grad(self) -> None:
         """Drop the gradients of masters and 16-bit parameters."""

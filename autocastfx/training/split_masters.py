@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.optim.optimizer as _globals
 from torch.optim import Optimizer
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
 from autocastfx.training.gradients import local
 from autocastfx.training.masters import Masters, TensorMark
-from autocastfx.training.wrapping_optimizer import needs_closure
+from autocastfx.training.wrapping_optimizer import needs_closure, steps_by_itself
 
 # Split a float32 number, and join it again. The weight is rounded to nearest, halves away from zero: then what is left,
 # the lower 16 bits read as a whole number with its sign, says which number it was. Halves rounded to even, as
@@ -142,7 +141,7 @@ class SplitMasters(Masters):
         for index in range(len(self)):
             self._check(index)
         groups, parameters = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
-        parts = list(self._parts(parameters)) if _updates_each_by_itself(optimizer) else [range(len(self))]
+        parts = list(self._parts(parameters)) if steps_by_itself(optimizer, _OF_EACH) else [range(len(self))]
         if len(parts) < 2:
             return self._step_of(parts[0] if parts else (), step)
         try:
@@ -226,16 +225,6 @@ _OF_EACH = frozenset(
         *("Rprop", "SGD", "SparseAdam"),
     )
 )
-
-
-def _updates_each_by_itself(optimizer: Any) -> bool:
-    """True if the steps for some parameters each are one for all, and nobody looks who would see several."""
-    step = vars(optimizer).get("step")  # replaced: by a scheduler, which only counts, or by somebody
-    if type(optimizer) not in _OF_EACH or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
-        return False
-    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-    hooks += [_globals._global_optimizer_pre_hooks, _globals._global_optimizer_post_hooks]
-    return all(getattr(hook, "__module__", "").startswith("autocastfx.") for some in hooks for hook in some.values())
 
 
 def _refuse(group: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.optim.optimizer as _globals
 from torch.optim import Optimizer
 
 from autocastfx.errors import LossScaleError
@@ -103,6 +104,16 @@ def steps_twice(optimizer: Optimizer) -> bool:
     those at the new place.
     """
     return all(callable(getattr(optimizer, name, None)) for name in _HALVES)
+
+
+def steps_by_itself(optimizer: Any, kinds: Container[type]) -> bool:
+    """True if ``optimizer`` is of one of ``kinds``, its step is torch's, and nobody's hook looks at what it does."""
+    step = vars(optimizer).get("step")  # replaced: by a scheduler, which only counts, or by somebody
+    if type(optimizer) not in kinds or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+        return False
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    hooks += [_globals._global_optimizer_pre_hooks, _globals._global_optimizer_post_hooks]
+    return all(getattr(hook, "__module__", "").startswith("autocastfx.") for some in hooks for hook in some.values())
 
 
 def steps_to_make_state(optimizer: Optimizer) -> bool:

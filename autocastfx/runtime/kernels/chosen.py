@@ -15,7 +15,7 @@ from torch import Tensor
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.policy.kernel_facts import load_kernel_facts
 
-KERNELS = frozenset({"cross_entropy_loss", "quantize", "rms_norm"})
+KERNELS = frozenset({"cross_entropy_loss", "quantize", "rms_norm", "optimizer_step"})  # the last: training/copying_step
 VARIABLE = "AUTOCASTFX_TRITON"
 
 

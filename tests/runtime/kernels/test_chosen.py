@@ -12,6 +12,7 @@ from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.runtime.kernels import chosen
 from autocastfx.runtime.kernels.chosen import KERNELS, is_chosen, names_chosen
+from autocastfx.training import copying_step
 
 FACTS = load_kernel_facts()
 OTHERS = (torch.empty(1, device="meta"), torch.empty(1))
@@ -27,8 +28,8 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_what_is_not_measured_is_off() -> None:
-    assert FACTS.triton_faster == {"cuda": KERNELS - {"quantize"}}
-    assert names_chosen() == KERNELS - {"quantize"}
+    assert FACTS.triton_faster == {"cuda": KERNELS - {"quantize", "optimizer_step"}}
+    assert names_chosen() == KERNELS - {"quantize", "optimizer_step"}
 
 
 def test_without_a_measurement_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,7 @@ def test_what_is_measured_faster_is_chosen_where_triton_is(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("asked", "names"),
     [("all", KERNELS), ("none", set()), ("", set()), ("rms_norm", {"rms_norm"}),
-     ("quantize", {"quantize"}), ("rms_norm,cross_entropy_loss", KERNELS - {"quantize"})],
+     ("quantize", {"quantize"}), ("rms_norm,cross_entropy_loss", KERNELS - {"quantize", "optimizer_step"})],
 )  # fmt: skip
 def test_the_variable_chooses(asked: str, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCASTFX_TRITON", asked)
@@ -69,6 +70,11 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_devices_have_none(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCASTFX_TRITON", "all")
     assert not is_chosen("rms_norm", tensor)
+
+
+def test_optimizers_read_the_same_variable() -> None:
+    assert copying_step.OPTIMIZER_STEP in KERNELS
+    assert copying_step.VARIABLE == chosen.VARIABLE
 
 
 def test_every_choice_names_kernels_that_there_are() -> None:
