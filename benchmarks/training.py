@@ -87,7 +87,7 @@ class Training:
     Attributes:
         model: the module whose parameters are trained.
         inputs: keyword arguments of the next call; may be replaced.
-        prepare: renews working copies, if there are any, so that the next call does not.
+        prepare: renews working copies that are stale, if there are any, so that the next call does not.
         forward: returns the loss, and the model's other outputs.
         backward: computes the parameters' gradients from a loss, which it scales if needed.
         step: runs the optimizer's part and drops the gradients.
@@ -115,6 +115,7 @@ def training(name: str, full: FullModel, setting: Setting, *, masters: str = "")
         full: the model, and the first inputs.
         setting: settings that all sides share.
         masters: of bfloat16 parameters, as for ``LossScalingOptimizer``; empty: none. float16 ones always have some.
+            Cached copies have that optimizer too, whose step writes them.
 
     Raises:
         UnsupportedError: ``convert`` does not take the side's arguments.
@@ -184,8 +185,9 @@ def training_of(
     elif dtype == torch.float16 and side.tf32 is None:
         optimizer = autocastfx.LossScalingOptimizer(optimizer)
         backward, update = optimizer.backward, optimizer.step
-    elif masters and not by_torch:
-        optimizer = autocastfx.LossScalingOptimizer(optimizer, autocastfx.NoLossScale(), masters=masters)
+    elif (masters or "cached" in name) and not by_torch:
+        rule = autocastfx.NoLossScale()
+        optimizer = autocastfx.LossScalingOptimizer(optimizer, rule, masters=masters or "float32")
         backward, update = optimizer.backward, optimizer.step
 
     def step() -> None:
@@ -196,7 +198,7 @@ def training_of(
             update()
             optimizer.zero_grad()  # of masters too, where there are any
 
-    prepare = model.refresh_weights if "cached" in name else lambda: None
+    prepare = model._autocastfx_copies.fresh if "cached" in name else lambda: None
     return Training(model, inputs, prepare, forward, backward, step, optimizer)
 
 

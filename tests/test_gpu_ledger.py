@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu import ledger
-from benchmarks.gpu.ledger import RATES, Ledger, count, optimizer_bytes, product_kind
+from benchmarks.gpu.ledger import FUSED, RATES, Ledger, count, optimizer_bytes, product_kind
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF
 
 
@@ -65,7 +65,11 @@ def test_a_mask_that_fused_attention_refuses_is_float32_work(is_dense: bool) -> 
 
 def test_the_optimizers_bytes() -> None:
     """AdamW reads four numbers of each parameter and writes three; what else a side does comes on top."""
-    found = {side: optimizer_bytes(side, torch.bfloat16) for side in (AUTOCAST, DEFAULT, FASTEST, HALF)}
+    found = {side: optimizer_bytes(side, torch.bfloat16) for side in (AUTOCAST, DEFAULT, FASTEST, FUSED, HALF)}
     assert found[AUTOCAST] == found[DEFAULT] == 28
-    assert found[FASTEST] == 28 + 6  # and the copies
-    assert found[HALF] > 28
+    assert found[FASTEST] == found[FUSED] == 28 + 2  # the copies are written, and nothing is read for them
+    assert found[HALF] == 28 + 6 + 2  # gradients are widened
+    unscaled = 8  # gradients are read and written
+    assert optimizer_bytes(DEFAULT, torch.float16) == 28 + unscaled
+    assert optimizer_bytes(FASTEST, torch.float16) == 28 + unscaled + 2
+    assert optimizer_bytes(HALF, torch.float16) == 28 + 6 + unscaled + 2
