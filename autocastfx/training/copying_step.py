@@ -1,4 +1,7 @@
-"""Steps of fused optimizers that also write the 16-bit copies of the weights that they update."""
+"""Steps of fused optimizers that also write the 16-bit copies of the weights that they update, where asked for.
+
+It is not the default: a write through ``parameter.data`` right after a step, as clipping weights does, would be missed.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def kernel_of(kind: str, device: torch.device) -> Callable[..., None] | None:
 
     It is called with the lists and the numbers of torch's operator, and with the copies to write.
     """
-    asked = os.environ.get(VARIABLE, OPTIMIZER_STEP).split(",")
+    asked = os.environ.get(VARIABLE, "").split(",")
     if device.type != "cuda" or not {OPTIMIZER_STEP, "all"} & {*asked} or not find_spec("triton"):
         return None
     from autocastfx.training import step_kernel  # Triton is imported by those who use it

@@ -370,7 +370,7 @@ def test_what_lies_otherwise_or_is_empty_is_left_to_torch(kernels: Kernels) -> N
 
 
 def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA with Triton, where its trial gave torch's bits, unless the variable leaves it out."""
+    """On CUDA with Triton, where its trial gave torch's bits, if the variable asks for it."""
     tried = SimpleNamespace(step=lambda *given: given, gives_torchs_bits=lambda *given: given[0] != "sgd")
     monkeypatch.setitem(sys.modules, "autocastfx.training.step_kernel", tried)
     monkeypatch.setattr(autocastfx.training, "step_kernel", tried, raising=False)
@@ -378,6 +378,8 @@ def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOCASTFX_TRITON", raising=False)
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(copying_step, "kernel_of", copying_step.kernel_of.__wrapped__)  # which keeps its answers
+    assert copying_step.kernel_of("adam", cuda) is None
+    monkeypatch.setenv("AUTOCASTFX_TRITON", "all")
     kernel = copying_step.kernel_of("adam", cuda)
     assert kernel is not None
     assert kernel([], {}, []) == ("adam", [], {}, [])
@@ -399,5 +401,7 @@ def test_a_gpu_trains_the_same_to_the_bit(weights: str, optimizer: str, monkeypa
         monkeypatch.setattr(copying_step, "kernel_of", lambda *given: None)
         expected = list(trained(Run(weights, torch.float16, optimizer, rule)))
         monkeypatch.undo()
+        monkeypatch.setenv("AUTOCASTFX_TRITON", "all")
+        copying_step.kernel_of.cache_clear()
         for index, found in enumerate(trained(Run(weights, torch.float16, optimizer, rule))):
             assert_same(found, expected[index])
