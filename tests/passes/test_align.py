@@ -298,3 +298,24 @@ def test_only_large_products_of_training_get_them() -> None:
     assert [one.pattern for one in converted(model, large).plan.recomposed] == ["wide_linear"]
     assert not converted(model.eval(), large).plan.recomposed
     assert not converted(model.train(), large, device="cpu").plan.recomposed
+
+
+@pytest.mark.usefixtures("every_size")
+def test_copies_stay_for_a_backward_that_waits() -> None:
+    """A step renews working copies; what an earlier call has read stays as it was for that call's backward."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+    def gradients(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        amp = converted(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), x, weights="cached", **options)
+        optimizer = torch.optim.SGD(amp.parameters(), lr=0.5)
+        waiting = amp(x)
+        amp(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        amp(x)
+        waiting.float().square().sum().backward()
+        return [p.grad for p in amp.parameters() if p.grad is not None]
+
+    for ours, other in zip(gradients(), gradients(recompose=False), strict=True):
+        assert float((ours - other).norm()) <= 4 * torch.finfo(LOW).eps * float(other.norm())
