@@ -172,7 +172,7 @@ def test_a_mask_that_fits_stays() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="aligned_product, dense_mask"):
+    with pytest.raises(ArgumentError, match="aligned_product, grouped_attention, dense_mask"):
         converted(nn.Linear(2, 2), torch.ones(2, 2), recompose=["aligned"])
 
 
