@@ -408,11 +408,11 @@ class GroupHeads(Pass):
             for name, one in zip(("key", "value"), shared, strict=True):
                 set_argument(node, name, one)
             set_argument(node, "enable_gqa", True)
-            for chain, one in zip(chains, shared, strict=True):
-                for copied in dict.fromkeys(chain):
-                    stand_for(one, *all_names(copied))
-                    state.graph.erase_node(copied)
-            grouped.append(Recomposed(GROUPED_ATTENTION, node.name, tuple(n.name for chain in chains for n in chain)))
+            dropped = {copied: one for chain, one in zip(chains, shared, strict=True) for copied in chain}
+            for copied, one in dropped.items():
+                stand_for(one, *all_names(copied))
+                state.graph.erase_node(copied)
+            grouped.append(Recomposed(GROUPED_ATTENTION, node.name, tuple(copied.name for copied in dropped)))
         return state.with_recomposed((*state.recomposed, *grouped)) if grouped else state
 
 

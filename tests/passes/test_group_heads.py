@@ -118,3 +118,15 @@ def test_what_else_reads_the_copies_keeps_them(x: Tensor) -> None:
             return F.scaled_dot_product_attention(q, copied, _repeat_kv(v)), copied
 
     assert not converted(Cached(_repeat_kv), x).plan.recomposed
+
+
+def test_keys_that_are_the_values_too_are_dropped_once(x: Tensor) -> None:
+    class Tied(Grouped):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k))
+            copied = _repeat_kv(k)
+            return F.scaled_dot_product_attention(q, copied, copied)
+
+    amp = converted(Tied(_repeat_kv), x)
+    assert [one.pattern for one in amp.plan.recomposed] == ["grouped_attention"]
+    torch.testing.assert_close(amp(x), converted(Tied(_repeat_kv), x, recompose=False)(x), rtol=0, atol=2.0**-7)
