@@ -33,7 +33,7 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets, storage_of
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attributes_of, line_of
+from autocastfx.graph.node import HELD, HeldTensor, attributes_of, line_of
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -62,7 +62,7 @@ class DynamoGraph:
     attributes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     places: Mapping[str, int]
-    held: Mapping[str, Held]
+    held: Mapping[str, HeldTensor]
 
 
 def aten_graph(
@@ -70,7 +70,7 @@ def aten_graph(
     inputs: Sequence[Any] | None,
     whole: Collection[Any],
     paths: Mapping[int, str],
-    passed: Sequence[Held | None],
+    passed: Sequence[HeldTensor | None],
     arguments: Mapping[int, str] | None = None,
 ) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
@@ -190,7 +190,7 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Sequence[str]) -> list[str]:
+def _names(given: Sequence[fx.Node], held: Sequence[HeldTensor | None], arguments: Sequence[str]) -> list[str]:
     """Name the inputs as the model and its signature do, or by where Dynamo found them."""
     names: list[str] = []
     for node, one, argument in zip(given, held, arguments, strict=True):
@@ -205,14 +205,14 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None], arguments: Seq
     return names
 
 
-def _held(node: fx.Node, value: object, paths: Mapping[int, str]) -> Held | None:
+def _held(node: fx.Node, value: object, paths: Mapping[int, str]) -> HeldTensor | None:
     """Return what an input of Dynamo's graph is in the model; None if the model does not hold it."""
     source = _source(node)
     is_held = id(value) in paths or "_parameters[" in source or "_buffers[" in source
     if not isinstance(value, torch.Tensor) or not is_held:
         return None
     kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-    return Held(kind, paths.get(id(value)) or _path(source))
+    return HeldTensor(kind, paths.get(id(value)) or _path(source))
 
 
 def _source(node: fx.Node) -> str:

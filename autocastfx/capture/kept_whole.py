@@ -124,7 +124,7 @@ def _erase_unread(node: fx.Node) -> None:
 # Keep calls of Python functions whole where Dynamo captures them: one node for each, which calls the function.
 
 
-class _Kept(threading.local):
+class _WholeCalls(threading.local):
     """What a thread that captures keeps whole.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Kept(threading.local):
     are_all = False
 
 
-_KEPT = _Kept()
+_KEPT = _WholeCalls()
 
 
 def functions_at(paths: Iterable[str]) -> frozenset[Any]:

@@ -72,7 +72,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Choice:
     """A tensor of two numbers: ``yes`` where each of ``conditions`` is 0 or more, and ``no`` elsewhere."""
 
     conditions: tuple[Affine, ...]
@@ -84,7 +84,7 @@ class Chosen:
         """The number of dimensions."""
         return self.conditions[0].ndim
 
-    def moved(self, change: Callable[[Affine], Affine]) -> Chosen:
+    def moved(self, change: Callable[[Affine], Affine]) -> Choice:
         """The same elements at other places."""
         return replace(self, conditions=tuple(map(change, self.conditions)))
 
@@ -107,7 +107,7 @@ class Chosen:
         return replace(self, conditions=tuple(conditions))
 
 
-Known = Affine | Chosen
+Known = Affine | Choice
 
 
 def broadcast(known: Known, ndim: int) -> Known:
@@ -132,19 +132,19 @@ def mapped(change: Callable[[float, float], float], a: Known, b: Known) -> Known
     left, right = constant(a), constant(b)
     if left is not None and right is not None:
         return everywhere(change(left, right), a.ndim)
-    if isinstance(a, Chosen) and right is not None:
+    if isinstance(a, Choice) and right is not None:
         return replace(a, yes=change(a.yes, right), no=change(a.no, right))
-    if isinstance(b, Chosen) and left is not None:
+    if isinstance(b, Choice) and left is not None:
         return replace(b, yes=change(left, b.yes), no=change(left, b.no))
     return None
 
 
 def all_of(a: Known, b: Known) -> Known | None:
     """1 where both are, 0 elsewhere, of tensors of 0 and 1 that are not 0 everywhere; None if that is not known."""
-    one, other = (() if constant(k) == 1 else k.where(bool) if isinstance(k, Chosen) else None for k in (a, b))
+    one, other = (() if constant(k) == 1 else k.where(bool) if isinstance(k, Choice) else None for k in (a, b))
     if one is None or other is None:
         return None
-    return Chosen((*one, *other), 1, 0) if one or other else everywhere(1, a.ndim)
+    return Choice((*one, *other), 1, 0) if one or other else everywhere(1, a.ndim)
 
 
 # Where the elements of a view's source stand in the view.
@@ -264,7 +264,7 @@ def _has(dtype: torch.dtype, known: Known) -> bool:
     """True if ``dtype`` can hold these numbers without rounding, wrapping or conversion to bool."""
     if isinstance(known, Affine) and (any(known.slopes) or isinstance(known.start, torch.SymInt)):
         return dtype in _INTEGERS
-    numbers = (known.yes, known.no) if isinstance(known, Chosen) else (known.start,)
+    numbers = (known.yes, known.no) if isinstance(known, Choice) else (known.start,)
     if dtype == torch.bool:
         return all(element in (0, 1) for element in numbers)
     if dtype.is_floating_point:
@@ -325,7 +325,7 @@ def _picked(mask: Known | None, yes: Known | None, no: Known | None) -> Known | 
     if mask is None or constant(mask) is not None:
         return None if mask is None else yes if constant(mask) else no
     a, b = constant(yes), constant(no)
-    if not isinstance(mask, Chosen) or a is None or b is None:
+    if not isinstance(mask, Choice) or a is None or b is None:
         return None
     return replace(mask, yes=a if mask.yes else b, no=a if mask.no else b)
 
@@ -342,7 +342,7 @@ def _of_two(node: fx.Node, name: str, a: Known, b: Known) -> Known | None:
         apart = constant(above)
         return None if apart is None else everywhere(int(_OF_TWO[name](apart, 0)), a.ndim)
     holds = {"ge": above, "lt": above.negative(), "le": below, "gt": below.negative()}.get(name)
-    return Chosen((holds,), 1, 0) if holds is not None else None
+    return Choice((holds,), 1, 0) if holds is not None else None
 
 
 def _added(name: str, a: Affine, b: Affine) -> Affine | None:
@@ -361,7 +361,7 @@ def _triangle(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None
         return None
     before = (0,) * (operand.ndim - 2)
     is_lower = op_name(node) == "tril"
-    return Chosen((Affine(above, (*before, 1, -1)) if is_lower else Affine(-above, (*before, -1, 1)),), filled, 0)
+    return Choice((Affine(above, (*before, 1, -1)) if is_lower else Affine(-above, (*before, -1, 1)),), filled, 0)
 
 
 def _summed(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None:
@@ -508,7 +508,7 @@ def _hides(known: Known, mask: torch.Tensor) -> tuple[Affine, ...] | None:
     everywhere = constant(known)
     if everywhere is not None:
         return () if shows(everywhere) else None
-    if not isinstance(known, Chosen):
+    if not isinstance(known, Choice):
         return None
     hidden = known.no if shows(known.yes) else known.yes
     is_lost = mask.dtype == torch.bool or hidden <= torch.finfo(mask.dtype).min

@@ -87,7 +87,7 @@ def _writes(value: Any) -> bool:
     return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops)
 
 
-def apart(tensors: Mapping[str, torch.Tensor], written: frozenset[str]) -> dict[str, torch.Tensor]:
+def copies_of_written(tensors: Mapping[str, torch.Tensor], written: frozenset[str]) -> dict[str, torch.Tensor]:
     """Copy the tensors named in ``written``, and all that share their storage. The copies share it likewise."""
 
     def storage(name: str) -> int:

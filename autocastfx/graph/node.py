@@ -138,7 +138,7 @@ def all_names(node: fx.Node) -> tuple[str, ...]:
 def is_cast(node: fx.Node) -> bool:
     """True for a node that the conversion put in to bring a value to another precision."""
     mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
+    return mark is not None and mark.made_by in ("rewrite", "follow", "store_weights")
 
 
 def uncast(node: fx.Node) -> fx.Node:
@@ -400,7 +400,7 @@ STORED = "autocastfx_stored"  # in the meta of a graph's output: the state that 
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor that the model holds, and that is an input of a graph of Dynamo's.
 
     Attributes:
@@ -412,10 +412,10 @@ class Held:
     path: str
 
     @classmethod
-    def of(cls, node: object) -> Held | None:
+    def of(cls, node: object) -> HeldTensor | None:
         """Return what an input of a graph holds; None for other inputs and nodes."""
         held = node.meta.get(HELD) if isinstance(node, fx.Node) else None
-        return held if isinstance(held, Held) else None
+        return held if isinstance(held, HeldTensor) else None
 
 
 # Lines of the model's code.

@@ -464,22 +464,22 @@ def _errors(
     norm = math.hypot(*(float(t.double().norm()) for t in gradients.values())) or 1.0
     outputs = [name for name in floating if name.startswith("output")]
     for name in (*outputs, *([_ALL] if gradients else []), *gradients):
-        apart = partial(_whole, gradients) if name == _ALL else partial(_apart, floating[name], name)
+        distance = partial(_whole, gradients) if name == _ALL else partial(_relative_distance, floating[name], name)
         one = gradients.get(name, torch.ones(1, device="cpu") * norm)
         share, elements = float(one.double().norm()) / norm, one.numel()
-        yield name, (apart(ours), None if theirs is None else apart(theirs), share, elements)
+        yield name, (distance(ours), None if theirs is None else distance(theirs), share, elements)
 
 
-def _apart(reference: torch.Tensor, name: str, other: behaviour.Behaviour) -> float:
+def _relative_distance(reference: torch.Tensor, name: str, other: behaviour.Behaviour) -> float:
     tensor = other.tensors.get(name)
-    return math.inf if tensor is None else behaviour.apart(reference, tensor)
+    return math.inf if tensor is None else behaviour.relative_distance(reference, tensor)
 
 
 def _whole(references: Mapping[str, torch.Tensor], other: behaviour.Behaviour) -> float:
     far, norm = 0.0, 0.0
     for name, reference in references.items():
         size = float(reference.double().norm())
-        far, norm = math.hypot(far, _apart(reference, name, other) * (size or 1.0)), math.hypot(norm, size)
+        far, norm = math.hypot(far, _relative_distance(reference, name, other) * (size or 1.0)), math.hypot(norm, size)
     return far / (norm or 1.0)
 
 

@@ -23,7 +23,7 @@ from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.paired_run import floating, run_side_by_side
 from autocastfx.numerics.probe_run import ProbeRun, Project, signs
 from autocastfx.numerics.product_effects import ProductDifferences, product_differences
-from autocastfx.numerics.segments import NotDifferentiableError, Read, SegmentRun, Taken
+from autocastfx.numerics.segments import NotDifferentiableError, Read, Receivers, SegmentRun
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 from autocastfx.policy.float8 import Product
@@ -386,7 +386,7 @@ class NodeEffects:
         Raises:
             SensitivityError: the gradient is zero or not finite, or an op cannot be differentiated twice.
         """
-        taken = Taken(value=self._at_value, read=self._at_read, tangent=self._at_tangent)
+        taken = Receivers(value=self._at_value, read=self._at_read, tangent=self._at_tangent)
         try:
             self.run.differentiate(loss)
             norm = _norm(self.run.gradients.values(), "gradient")
@@ -407,10 +407,12 @@ class NodeEffects:
         results = [t for t in pytree.tree_leaves(self.run.output) if isinstance(t, torch.Tensor)]
         results = [t for t in results if t.is_floating_point()]
         norm = _norm(results, "output")
-        taken = Taken(value=self._at_value, read=self._at_read)
+        taken = Receivers(value=self._at_value, read=self._at_read)
         return self._effects(self.run.projections(self.seeds, results), taken, norm)
 
-    def _effects(self, pieces: Iterable[tuple[SegmentRun, Project]], taken: Taken, norm: float) -> tuple[Effect, ...]:
+    def _effects(
+        self, pieces: Iterable[tuple[SegmentRun, Project]], taken: Receivers, norm: float
+    ) -> tuple[Effect, ...]:
         piece_effects: list[tuple[Effect, ...]] = []
         for piece, project in pieces:
             self._jump_all(piece)

@@ -18,7 +18,7 @@ from autocastfx.capture.call import Call, CallSignature, batch_of, sized
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_modes, set_random_state
-from autocastfx.capture.measure import apart, written_outside
+from autocastfx.capture.measure import copies_of_written, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
 from autocastfx.graph.names import of_function, op_name
@@ -202,9 +202,9 @@ class Side(NodeRun):
         names = [n.name for n in flat.graph.nodes if n.op == "placeholder"]
         given = dict(zip(names, call.tensors, strict=True))
         inputs = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}  # others are numbers
-        own = apart(tensors, written | buffers)  # batch_norm writes, but its schema does not say so
+        own = copies_of_written(tensors, written | buffers)  # batch_norm writes, but its schema does not say so
         self._held: Mapping[str, Any] = {**flat.held, **self._leaves(tensors, own, frozenset())}
-        self.args_iter = iter({**given, **self._leaves(inputs, apart(inputs, written), written)}.values())
+        self.args_iter = iter({**given, **self._leaves(inputs, copies_of_written(inputs, written), written)}.values())
         self._random = random_state()
 
     def _leaves(

@@ -15,13 +15,13 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.call import Call
-from autocastfx.capture.measure import apart, written_outside
+from autocastfx.capture.measure import copies_of_written, written_outside
 from autocastfx.graph.alias import alias_sets, reachable
 from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import FlatGraph
-from autocastfx.numerics.segments import Segment, SegmentRun, Taken, segments_of
+from autocastfx.numerics.segments import Receivers, Segment, SegmentRun, segments_of
 
-Project = Callable[[int, Taken], None]
+Project = Callable[[int, Receivers], None]
 _Key = TypeVar("_Key")
 _BETWEEN = torch.bfloat16  # of tangents and derivatives kept between segments: an estimate needs no more
 _STEP = 1_000_003  # between the seeds of two tensors: torch's generator has 32 bits
@@ -91,9 +91,9 @@ class ProbeRun:
         names = [node.name for node in flat.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(names, call.tensors, strict=True))
         own = {name: one.detach() for name, one in inputs.items() if isinstance(one, torch.Tensor)}
-        given = {**inputs, **own, **apart(own, written)}
+        given = {**inputs, **own, **copies_of_written(own, written)}
         buffers = {name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-        attributes = {**flat.held, **apart(tensors, written | buffers)}
+        attributes = {**flat.held, **copies_of_written(tensors, written | buffers)}
         for node in flat.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._outside[node] = given[node.name] if node.op == "placeholder" else attributes[str(node.target)]
@@ -168,7 +168,7 @@ class ProbeRun:
         for i in reversed(range(len(self.segments))):
             piece, gives = self._segment(i), self.segments[i].gives
 
-            def project(number: int, taken: Taken) -> None:
+            def project(number: int, taken: Receivers) -> None:
                 later, seed = derivatives[number], seeds[number]
                 roots = [(piece.values[node], later.pop(node)) for node in gives if node in later]  # noqa: B023
                 if piece is self._last:  # noqa: B023

@@ -239,7 +239,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Receivers:
     """The functions that the second backward pass calls with each derivative, as soon as it is complete.
 
     Attributes:
@@ -292,7 +292,7 @@ class SegmentRun:
     _lifted: set[fx.Node] = field(default_factory=set[fx.Node])
     _leaves: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     _given: dict[fx.Node, torch.Tensor] = field(default_factory=dict[fx.Node, torch.Tensor])
-    _taken: Taken = field(default_factory=Taken)
+    _taken: Receivers = field(default_factory=Receivers)
     _is_first: bool = True
 
     def run(
@@ -456,7 +456,7 @@ class SegmentRun:
         if not pairs or not given:
             return {}
         roots, by = zip(*pairs, strict=True)
-        self._taken, self._is_first = Taken(), False
+        self._taken, self._is_first = Receivers(), False
         derivatives = differentiated(roots, given, by, again=True)
         return _known_of(self._given, derivatives)
 
@@ -465,7 +465,7 @@ class SegmentRun:
         roots: Sequence[tuple[torch.Tensor, torch.Tensor]],
         of_inputs: Mapping[fx.Node, torch.Tensor],
         of_parameters: Mapping[int, torch.Tensor],
-        taken: Taken,
+        taken: Receivers,
         *,
         again: bool,
     ) -> dict[fx.Node, torch.Tensor]:
@@ -497,7 +497,7 @@ class SegmentRun:
 
     def close(self) -> None:
         """Free all values: they hold hooks, and those the run."""
-        self._taken, self.output = Taken(), None
+        self._taken, self.output = Receivers(), None
         for collection in (self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given):
             collection.clear()
         for collection in (self.to_inputs, self.to_parameters, self._leaves):

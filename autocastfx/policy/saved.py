@@ -13,7 +13,7 @@ class Keep(str, Enum):
     """The form in which a value is kept for backward, with its word in op lists."""
 
     COMPUTED = "computed"
-    LOW = "low"
+    BFLOAT16 = "low"
     FLOAT8 = "float8"
     RECOMPUTE = "recompute"
 
@@ -23,7 +23,7 @@ class Keep(str, Enum):
     @property
     def in_words(self) -> str:
         """The form in words."""
-        words = {Keep.COMPUTED: "as computed", Keep.LOW: "in bfloat16", Keep.FLOAT8: "in float8"}
+        words = {Keep.COMPUTED: "as computed", Keep.BFLOAT16: "in bfloat16", Keep.FLOAT8: "in float8"}
         return words.get(self, "recomputed")
 
 
@@ -44,7 +44,7 @@ SAVED_KEYS: Mapping[str, str] = {
 # What convert's ``saved`` stands for.
 SAVED: Mapping[str, Keep | None] = {
     "as computed": None,
-    **{keep.value: keep for keep in (Keep.RECOMPUTE, Keep.LOW, Keep.FLOAT8)},
+    **{keep.value: keep for keep in (Keep.RECOMPUTE, Keep.BFLOAT16, Keep.FLOAT8)},
 }
 
 

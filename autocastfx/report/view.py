@@ -19,7 +19,7 @@ from autocastfx.graph.alias import moves
 from autocastfx.graph.cell import shortened
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
-    Held,
+    HeldTensor,
     Origin,
     attributes_of,
     dtypes,
@@ -437,7 +437,7 @@ class _Join:
                 dtype = None if prefix else next(self.inputs, None)
                 said = dtype_name(dtype) if dtype is not None else ""
                 row = Row(name, "input", dtype=said, depth=depth)
-                if (held := Held.of(node)) is not None:  # torch.compile passes in what the model holds
+                if (held := HeldTensor.of(node)) is not None:  # torch.compile passes in what the model holds
                     row = replace(row, kind=held.kind, op=held.path)
                 yield self._sized(row, self._values(node))
             elif node.op == "get_attr":

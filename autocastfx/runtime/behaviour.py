@@ -250,7 +250,7 @@ def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behavi
         a, b = original.tensors.get(name), other.tensors.get(name)
         slack = _OF_LARGEST * largest if _GRADIENT in name else 0.0
         if nudged is not None and a is not None and (moved := nudged.tensors.get(name)) is not None:
-            slack += _OF_NUDGE * apart(a, moved) * _size(a)
+            slack += _OF_NUDGE * relative_distance(a, moved) * _size(a)
         how = _how_apart(a, b, slack)
         if how:
             mismatches.append(Difference(name, how, call))
@@ -272,11 +272,11 @@ def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, slack: float) -> 
     if not a.is_floating_point():
         return f"differs in {int((a != b).sum())} of {a.numel()} elements"
     near = _NEAR.get(a.dtype, 2 * torch.finfo(a.dtype).eps)
-    far = apart(a, b) * (norm := _size(a))
+    far = relative_distance(a, b) * (norm := _size(a))
     return f"differs by {far / norm:.2g} of its norm" if not far <= near * norm + slack else ""
 
 
-def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
+def relative_distance(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Return the relative L2 distance, without elements that are the same infinity, or NaN, in both."""
     if reference.shape != other.shape:
         return float("inf")

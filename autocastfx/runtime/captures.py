@@ -30,7 +30,7 @@ from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import ManyVariantsWarning
-from autocastfx.graph.node import HELD, STORED, Held, path_and_around, set_value, value
+from autocastfx.graph.node import HELD, STORED, HeldTensor, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes, mode_of
 from autocastfx.runtime.quick_graph import lift
 
@@ -400,7 +400,7 @@ def _graph_of(
     inside: dict[str, CapturedGraph] = {}
     for node in graph.nodes:
         if isinstance(node.target, WholeCall) and (again := node.target.recomputed) is not None:
-            passed = [Held.of(one) if isinstance(one, fx.Node) else None for one in node.target.passed(node.args)]
+            passed = [HeldTensor.of(one) if isinstance(one, fx.Node) else None for one in node.target.passed(node.args)]
             part = aten_graph(again, None, whole, paths, passed)
             inner = inside[node.name] = _graph_of(part, structure, (), (), {}, modes, device, whole, paths)
             lifted = fx.GraphModule(dict(part.attributes), lift(part.graph, inner.places))

@@ -1,9 +1,9 @@
 """Keep for backward what a plan says, in the form that it says: as computed, in fewer bits, or not at all.
 
 The forward pass stays as it is, to the bit. An op of which backward reads a value that is kept otherwise runs under
-``torch.autograd.graph.saved_tensors_hooks``, which hand autograd a :class:`Kept` in place of the tensor. Tensors in a
-``Kept`` go through the hooks that are set around the call, so that ``torch.utils.checkpoint`` and ``save_on_cpu`` work
-as without it. Nothing is kept without gradients, or inside of ``torch.func``'s transforms, which allow no hooks.
+``torch.autograd.graph.saved_tensors_hooks``, which hand autograd a :class:`SavedValue` in place of the tensor. Tensors
+in one go through the hooks that are set around the call, so that ``torch.utils.checkpoint`` and ``save_on_cpu`` work as
+without it. Nothing is kept without gradients, or inside of ``torch.func``'s transforms, which allow no hooks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _from_bfloat16(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 FORMS: Mapping[Keep, Form] = {
-    Keep.LOW: Form(_in_bfloat16, _from_bfloat16),
+    Keep.BFLOAT16: Form(_in_bfloat16, _from_bfloat16),
     Keep.FLOAT8: Form(_in_float8, _from_float8),
 }
 Forms = Callable[[PlannedSaved], Form | None]
@@ -86,7 +86,7 @@ def planned_form(one: PlannedSaved) -> Form | None:
     return FORMS.get(one.keep)
 
 
-class Kept(ABC):
+class SavedValue(ABC):
     """A value that backward can ask for. What several ops read is made once for all of them."""
 
     views = 0
@@ -138,7 +138,7 @@ class _Packed:
         return held
 
 
-class KeptValue(Kept):
+class KeptValue(SavedValue):
     """A tensor as computed, or in a form that takes fewer bytes; made when the first op saves it."""
 
     def __init__(self, value: Tensor, form: Form | None) -> None:
@@ -191,7 +191,7 @@ class _Bits:
         return made
 
 
-class Recomputed(Kept):
+class Recomputed(SavedValue):
     """A value that its op computes again, from values that are kept.
 
     Args:
@@ -204,7 +204,7 @@ class Recomputed(Kept):
     def store(self) -> None:
         """Store what it is computed from."""
         for source in pytree.tree_leaves((self.args, self.kwargs)):
-            if isinstance(source, Kept):
+            if isinstance(source, SavedValue):
                 source.store()
 
     def restore(self) -> Tensor:
@@ -224,10 +224,10 @@ class Recomputed(Kept):
         return [x.detach() for x in saved if storage_of(x) not in others]
 
 
-class Dropped(Kept):
+class Dropped(SavedValue):
     """A result of dropout. It is computed again from the input and the mask, which backward keeps anyway."""
 
-    def __init__(self, source: Kept, mask: _Bits, share: float) -> None:
+    def __init__(self, source: SavedValue, mask: _Bits, share: float) -> None:
         self.source, self.mask, self.share = source, mask, share
 
     def store(self) -> None:
@@ -244,7 +244,7 @@ class Dropped(Kept):
 
 
 def _is_kept(leaf: Any) -> bool:
-    return isinstance(leaf, Kept)
+    return isinstance(leaf, SavedValue)
 
 
 def _restored(leaf: Any) -> Any:
@@ -266,14 +266,14 @@ def as_it_is(x: Any) -> Any:
 class _View(NamedTuple):
     """What autograd holds in place of a tensor: the value that it shows, and where it lies in that."""
 
-    kept: Kept
+    kept: SavedValue
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     whole: tuple[torch.Size, tuple[int, ...]]  # of the value itself
 
     @classmethod
-    def of(cls, x: Tensor, value: Tensor, kept: Kept) -> _View:
+    def of(cls, x: Tensor, value: Tensor, kept: SavedValue) -> _View:
         """``x``, which shows ``value``, of which ``kept`` is kept."""
         kept.views += 1
         return cls(kept, x.shape, x.stride(), int(x.storage_offset()), (value.shape, value.stride()))
@@ -344,13 +344,15 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, inside: str, form: Form
     kept of the result, by default in ``form``. ``inside`` is that of the plan.
     """
 
-    def save(values: tuple[Tensor, ...], kept: tuple[Any, ...], own: Kept | None, *args: Any, **kwargs: Any) -> Any:
+    def save(
+        values: tuple[Tensor, ...], kept: tuple[Any, ...], own: SavedValue | None, *args: Any, **kwargs: Any
+    ) -> Any:
         if not _keeps():
             result = call(*args, **kwargs)
             return (result, None) if keeps_own else result
         known = {storage_of(x): (x, one) for x, one in zip(values, kept, strict=True) if _is_whole(x)}
         late: list[_Late] = []
-        shown: list[Kept] = []
+        shown: list[SavedValue] = []
 
         def pack(x: Tensor) -> _View | _Late:
             found = known.get(storage_of(x))
@@ -365,7 +367,7 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, inside: str, form: Form
         known.clear()  # autograd holds ``pack``
         for one in shown:  # not before, where tensors would come into the hooks above
             one.store()
-        own_kept: Kept | None = None
+        own_kept: SavedValue | None = None
         if keeps_own and inside != "drawn":
             own_kept = own if own is not None else KeptValue(result, form)
         mask = _settle(late, result, args, own_kept, own if inside == "computed" else None, draws=inside == "drawn")
@@ -383,7 +385,7 @@ def _is_plain(x: Tensor, value: Tensor) -> bool:
 
 
 def _settle(
-    late: list[_Late], result: Any, args: Any, own: Kept | None, inside: Kept | None, *, draws: bool
+    late: list[_Late], result: Any, args: Any, own: SavedValue | None, inside: SavedValue | None, *, draws: bool
 ) -> _Bits | None:
     """Say what gives the tensors that the op saved and that are none of the values kept; returns the mask, if any."""
     outside = {storage_of(x) for x in pytree.tree_leaves((args, result)) if isinstance(x, Tensor)}

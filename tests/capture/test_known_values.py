@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autocastfx.capture.masks import Affine, Chosen, Known, known_values
+from autocastfx.capture.masks import Affine, Choice, Known, known_values
 from autocastfx.graph.node import tensors
 from tests.helpers import Function
 
@@ -128,7 +128,7 @@ class Values(fx.Interpreter):
 
 def elements(known: Known, like: Tensor, sizes: dict[Any, int]) -> Tensor:
     """The tensor that is ``known``, as large as ``like``, where symbols have these ``sizes``."""
-    if isinstance(known, Chosen):
+    if isinstance(known, Choice):
         met = [elements(condition, like, sizes) >= 0 for condition in known.conditions]
         return torch.where(torch.stack(met).all(0), known.yes, known.no)
     start = known.start
@@ -181,15 +181,15 @@ def test_conditions_that_are_always_met_are_none() -> None:
     assert Affine(2, (1, 0)).is_at_least(2, shape)
     assert not Affine(2, (1, -1)).is_at_least(0, shape)
     assert Affine(3, (1, -1)).is_at_least(0, shape)
-    assert Chosen((Affine(3, (1, -1)),), 1, 0).simplified(shape) == Affine(1, (0, 0))
-    assert Chosen((Affine(0, (1, -1)), Affine(-4, (1, 0))), 1, 0).simplified(shape) == Affine(0, (0, 0))
+    assert Choice((Affine(3, (1, -1)),), 1, 0).simplified(shape) == Affine(1, (0, 0))
+    assert Choice((Affine(0, (1, -1)), Affine(-4, (1, 0))), 1, 0).simplified(shape) == Affine(0, (0, 0))
     assert Affine(5, (2, 3)).simplified((1, 4)) == Affine(5, (0, 3))
 
 
 def test_where_one_of_two_numbers_stands() -> None:
     condition = Affine(0, (1, -1))
-    assert Chosen((condition,), 1, 0).where(bool) == (condition,)
-    assert Chosen((condition,), 0, 1).where(bool) == (Affine(-1, (-1, 1)),)
+    assert Choice((condition,), 1, 0).where(bool) == (condition,)
+    assert Choice((condition,), 0, 1).where(bool) == (Affine(-1, (-1, 1)),)
     for yes, no in ((1, 2), (0, 0)):
-        assert Chosen((condition,), yes, no).where(bool) is None
-    assert Chosen((condition, Affine(3, (1, 0))), 0, 1).where(bool) is None  # where one is not met, or the other
+        assert Choice((condition,), yes, no).where(bool) is None
+    assert Choice((condition, Affine(3, (1, 0))), 0, 1).where(bool) is None  # where one is not met, or the other

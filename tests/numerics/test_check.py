@@ -563,16 +563,16 @@ def test_distances_in_short_are_about_those_of_the_whole(shape: tuple[int, ...])
     others = (whole, whole * (1 + 1e-6), whole * 1.01, one_off)
     short, near, far, moved = (torch.tensor(behaviour._in_short(one)) for one in others)
     assert len(short) == 8
-    assert behaviour.apart(short, near) < 1e-5
-    assert behaviour.apart(short, far) > 5e-3
-    assert behaviour.apart(short, moved) > 10
+    assert behaviour.relative_distance(short, near) < 1e-5
+    assert behaviour.relative_distance(short, far) > 5e-3
+    assert behaviour.relative_distance(short, moved) > 10
 
 
 def test_rows_that_change_places_are_seen_in_short() -> None:
     whole = torch.randn(300, 300)
     swapped = torch.cat((whole[1:2], whole[:1], whole[2:]))
     short, moved = (torch.tensor(behaviour._in_short(one)) for one in (whole, swapped))
-    assert 0.2 < behaviour.apart(short, moved) / behaviour.apart(whole, swapped) < 5
+    assert 0.2 < behaviour.relative_distance(short, moved) / behaviour.relative_distance(whole, swapped) < 5
 
 
 def test_a_check_measures_evaluation_too() -> None:

@@ -17,7 +17,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.probe_run import ProbeRun, directions
-from autocastfx.numerics.segments import Read, Segment, Taken, whole
+from autocastfx.numerics.segments import Read, Receivers, Segment, whole
 
 Divide = Callable[[fx.Graph], tuple[Segment, ...]]
 BETWEEN = 4 * torch.finfo(torch.bfloat16).eps  # derivatives pass between segments in bfloat16
@@ -148,7 +148,7 @@ def test_tangents_and_derivatives_are_torchs_own(divide: Divide) -> None:
         derivatives[node.name] = found
 
     for _, project in run.projections([7]):
-        project(0, Taken(value=value, tangent=tangent))
+        project(0, Receivers(value=value, tangent=tangent))
 
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -199,8 +199,8 @@ def test_what_later_segments_read_is_freed_once_they_are_done() -> None:
     for i, (_, project) in zip(reversed(range(len(gives))), run.projections([0, 1]), strict=True):
         for held in (run._outside, run._returned or {}):
             assert {node for node in held if node.op.startswith("call_")} <= set().union(*gives[: i + 1])
-        project(0, Taken())
-        project(1, Taken())
+        project(0, Receivers())
+        project(1, Receivers())
     assert sum(map(len, gives)) > 3
     assert not [node for node in run._outside if node.op.startswith("call_")]
 
@@ -210,7 +210,7 @@ def test_the_callers_tensors_are_left_alone(divide: Divide) -> None:
     before = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
     made.run.differentiate(made.run.output[0])
     for _, project in made.run.projections([0]):
-        project(0, Taken())
+        project(0, Receivers())
     assert all(p.grad is None and p.requires_grad for p in made.model.parameters())
     assert all(torch.equal(buffer, before[name]) for name, buffer in made.model.named_buffers())
     made.run.close()

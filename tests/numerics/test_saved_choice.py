@@ -80,7 +80,7 @@ def option(name: str, keep: Keep, spares: int, error: float) -> SavedOption:
 
 
 def test_options_are_taken_by_the_bytes_spared_for_their_error() -> None:
-    low, float8 = option("a", Keep.LOW, 10, 1.0), option("a", Keep.FLOAT8, 15, 4.0)
+    low, float8 = option("a", Keep.BFLOAT16, 10, 1.0), option("a", Keep.FLOAT8, 15, 4.0)
     other = option("b", Keep.FLOAT8, 30, 9.0)
 
     def taken(limit: float, most: float | None = None) -> set[SavedOption]:
@@ -97,7 +97,7 @@ def test_options_are_taken_by_the_bytes_spared_for_their_error() -> None:
 
 def test_inner_modules_have_their_own_rules() -> None:
     groups = {("", "add"): 0, ("a", "add"): 0, ("a.b", "add"): 0, ("a", "mul"): 0}
-    chosen = [SavedOption(("a", "add"), Keep.LOW, 1, 0.0)]
+    chosen = [SavedOption(("a", "add"), Keep.BFLOAT16, 1, 0.0)]
     assert saved_choice._entries(groups, chosen) == (
         {"keep": "recompute"},
         {"keep": "recompute", "ops": ["add"]},

@@ -54,7 +54,7 @@ def test_what_cheap_ops_give_is_recomputed() -> None:
     assert str(found["gelu"]) == "recomputed by gelu, 0 instead of 65,536 bytes: (saved:saved[0])"
 
 
-@pytest.mark.parametrize("keep", [Keep.LOW, Keep.FLOAT8])
+@pytest.mark.parametrize("keep", [Keep.BFLOAT16, Keep.FLOAT8])
 def test_forms_take_fewer_bytes(keep: Keep) -> None:
     found = {one.name: one for one in plan_of(Mlp(), X, saved=keep.value).saved}
     assert (found["linear"].keep is keep) == (keep is Keep.FLOAT8)  # it has 16 bits already
@@ -244,7 +244,7 @@ def test_a_mask_beside_scores_forbids_forms_that_cannot_hold_both(kind: str) -> 
     op, add_mask = MASKS[kind]
     plan = plan_of(Masked(add_mask), torch.randn(4, 64, 64), HIDDEN, saved=[{"keep": "computed"}])
     forms = {one.op: {size.keep for size in one.smaller} for one in plan.saved}
-    assert forms[op] == ({Keep.LOW} if kind == "filled in" else set())
+    assert forms[op] == ({Keep.BFLOAT16} if kind == "filled in" else set())
     assert Keep.FLOAT8 in forms["softmax"]
 
 
@@ -295,7 +295,7 @@ def test_what_runs_in_float32_for_its_numbers_reads_no_rounded_ones(call: Callab
     assert {one.keep for one in again if one.op == op} == {Keep.COMPUTED}
 
 
-@pytest.mark.parametrize("keep", [Keep.LOW, Keep.FLOAT8])
+@pytest.mark.parametrize("keep", [Keep.BFLOAT16, Keep.FLOAT8])
 @pytest.mark.parametrize(
     "call",
     [

@@ -40,7 +40,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 def by_rows(x: Tensor) -> Tensor:
-    return FORMS[Keep.LOW].unpack(x.dtype, FORMS[Keep.LOW].pack(x))
+    return FORMS[Keep.BFLOAT16].unpack(x.dtype, FORMS[Keep.BFLOAT16].pack(x))
 
 
 def drawn(call: KernelCall, scale: float, offset: float, dim: int | None) -> KernelCall:

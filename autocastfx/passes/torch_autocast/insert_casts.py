@@ -123,7 +123,7 @@ class InsertFollowedCasts(Pass):
         if state.followed is None:
             return state
         low = state.followed.dispatch.low
-        insert_casts(state.graph, self._planned(state), CastStyle("recast", low, for_each=True, once=state.cached))
+        insert_casts(state.graph, self._planned(state), CastStyle("follow", low, for_each=True, once=state.cached))
         ask_for_dtypes(state.followed)
         return replace(state, planned=self._planned)
 

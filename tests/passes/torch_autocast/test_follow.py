@@ -287,7 +287,7 @@ class Walked:
         self.followed = follow(self.graph, classifier(self.graph, {}).decisions, self.dispatch)
 
     def recast(self) -> fx.Graph:
-        insert_casts(self.graph, self.planned(), CastStyle("recast", LOW, for_each=True))
+        insert_casts(self.graph, self.planned(), CastStyle("follow", LOW, for_each=True))
         ask_for_dtypes(self.followed)
         return self.graph
 
