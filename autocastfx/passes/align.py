@@ -120,14 +120,18 @@ class _Seen:
 def pad_products(nodes: Iterable[fx.Node], multiple: int, seen: Callable[[fx.Node], Any]) -> list[Recomposed]:
     """Pad those of the 16-bit ``nodes`` that are products whose sizes are no multiple of ``multiple``, in place.
 
-    A product stays as it is if it is small, or if what views its result needs its strides.
+    A product stays as it is if it is small, if the matrix has other sizes in other calls, or if what views its result
+    needs its strides.
     """
     padded: list[Recomposed] = []
     for node in nodes:
         product = _PRODUCTS.get(node.target)
         if product is None or not _is_large(node, product, seen, _LEAST_FLOPS, _LEAST_ROWS):
             continue
-        matrix = seen(argument(node, product.right))
+        right = argument(node, product.right)
+        matrix = seen(right)
+        if not _is_sized(value(captured_behind(right))):  # of a batch's own rows, say: the amounts are numbers here
+            continue
         columns, inner = (
             -matrix.shape[dim] % _PADDED_TO if matrix.shape[dim] % multiple else 0
             for dim in (product.columns, product.inner)
@@ -147,7 +151,7 @@ def _is_large(node: fx.Node, product: _Product, seen: Callable[[fx.Node], Any], 
 
 
 def _is_sized(given: torch.Tensor) -> bool:
-    """False where a size depends on data, of which there is no example."""
+    """False where a size depends on data, of which there is no example, or in abstract values on the call."""
     return all(isinstance(size, int) for size in (*given.shape, *given.stride()))
 
 

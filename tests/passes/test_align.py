@@ -85,6 +85,17 @@ def test_a_padded_product_gives_the_same(name: str, weights: str) -> None:
         assert ours.dtype == other.dtype
 
 
+def test_a_size_of_the_batch_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text of a batch is compared with each image: how many columns there are is another number in other calls."""
+    monkeypatch.setattr("autocastfx.passes.align._LEAST_FLOPS", 0)
+    model = Product(lambda x, w, b: (x @ w) @ (x @ w).mT, (64, 64), nn.Identity())
+    xs = [torch.randn(size, 64, generator=torch.Generator().manual_seed(1)) for size in (259, 301, 333, 257)]
+    amp, plain = converted(model, xs[0]), converted(model, xs[0], recompose=False)
+    for x in xs:
+        for ours, other in zip(results(amp, x), results(plain, x), strict=True):
+            assert torch.equal(ours, other)
+
+
 def test_the_loss_over_a_vocabulary_is_the_same() -> None:
     model = Product(PRODUCTS["linear"][0], (ODD, WIDTH), _loss)
     x = torch.randn(2, ROWS // 2, WIDTH, generator=torch.Generator().manual_seed(1))

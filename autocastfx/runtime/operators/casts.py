@@ -42,6 +42,11 @@ def by_autograd(
     return [next(of_asked) if is_asked else None for is_asked in wanted]
 
 
+def writable(result: Tensor) -> Tensor:
+    """Return what an autograd function may give: autograd lets nobody write into a view made inside of one."""
+    return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+
+
 # The operator ``autocastfx::saturating_cast``: a cast to 16 bits that limits finite values to a bound.
 #
 # It takes float32, and a bound of at least 8192 that the dtype can represent. Infinities and NaN are kept. Its

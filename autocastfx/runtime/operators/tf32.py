@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd
+from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd, writable
 
 _C: Any = torch._C
 _KEY = ("cuda", "matmul")
@@ -77,7 +77,7 @@ class _InTF32(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(left, right, bias)
         with SWITCH.on():
-            return _plain(left, right, bias)
+            return writable(_plain(left, right, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:

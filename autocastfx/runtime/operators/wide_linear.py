@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd
+from autocastfx.runtime.operators.casts import by_autograd, is_concrete, is_for_autograd, writable
 
 ROWS_OF_STAGE = 64  # that the first stage adds up
 
@@ -41,7 +41,7 @@ class _WideLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, low_weight, low_bias)
         ctx.transposed = transposed
-        return _plain(x, weight, low_weight, bias, low_bias, transposed)
+        return writable(_plain(x, weight, low_weight, bias, low_bias, transposed))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:

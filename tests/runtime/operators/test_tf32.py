@@ -42,6 +42,12 @@ def test_is_the_product(function: Callable[..., Any], given: tuple[Tensor, Tenso
     assert torch.equal(function(left, right, None), left @ right)
 
 
+def test_the_result_may_be_written_into(given: tuple[Tensor, Tensor, Tensor]) -> None:
+    result = tf32._InTF32.apply(*given)
+    result[:, 1] = 0.0
+    assert not torch.autograd.grad(result.sum(), given[0])[0][:, 1].any()
+
+
 def test_gradients_of_gradients(given: tuple[Tensor, Tensor, Tensor]) -> None:
     double = [tensor.detach().double().requires_grad_() for tensor in given]
     assert torch.autograd.gradcheck(tf32._InTF32.apply, double)

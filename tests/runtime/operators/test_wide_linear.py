@@ -128,3 +128,16 @@ def test_gradients_are_accumulated_and_hooked_as_others() -> None:
     assert seen == [torch.float32] * 4
     once = torch.autograd.grad(_ours(x, weight, bias).float().sum(), weight)[0]
     assert torch.equal(weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_result_may_be_written_into(bias: bool) -> None:
+    """As that of linear may; wav2vec 2.0 puts its mask's embedding there."""
+    x, weight, added = _given(64, torch.bfloat16)
+    results = []
+    for function in (_ours, _plain):
+        result = function(x, weight, added if bias else None)
+        result[:, 3] = 0.0
+        results += [result, torch.autograd.grad(result.float().square().sum(), x)[0]]
+    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(results[1], results[3])
