@@ -18,9 +18,10 @@ from benchmarks import zoo
 from benchmarks.gradient_scale import gradient_distances, gradient_scales
 from benchmarks.hand import HAND
 from benchmarks.report import RESULTS
-from benchmarks.zoo import MODELS, Draw, Kept, Row, Run, counts, judge, measure, run
+from benchmarks.zoo import MODELS, Draw, Kept, Row, Run, as_on_cuda, counts, judge, measure, run
 from benchmarks.zoo_judge import Distance, Forward, distance, typical
 from benchmarks.zoo_models import ZooModel
+from tests.helpers import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +40,21 @@ def test_distance_to_float32_is_that_of_autocast(name: str, dtype: str, folds: l
     measure(MODELS[name], [(dtype, fold) for fold in folds], rows.append)
     assert [(row.fold, row.mode) for row in rows] == [(fold, mode) for fold in folds for mode in ("train", "eval")]
     assert {row.verdict for row in rows} == {"PASS"}, [row.reason for row in rows]
+
+
+# A size that the batch decides, a result that is written into, and the rest of those that are quick.
+_AS_ON_CUDA = ("contrasted", "wav2vec2-classify", "in-place-on-views")
+
+
+@pytest.mark.parametrize(
+    "name", sampled([*_AS_ON_CUDA, *(c.name for c in HAND if c.name not in _AS_ON_CUDA)], lambda at, _: at < 3)
+)
+def test_what_only_cuda_changes_keeps_the_distance(name: str) -> None:
+    """Padded products, masks, shared heads and float32 gradients of weights, of any size, on a CPU."""
+    rows: list[Row] = []
+    with as_on_cuda():
+        measure(MODELS[name], [("bfloat16", "exact")], rows.append)
+    assert {row.verdict for row in rows} <= {"PASS"}, [row.reason for row in rows]
 
 
 @pytest.mark.parametrize("name", [case.name for case in HAND if case.refused])
