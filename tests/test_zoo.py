@@ -42,12 +42,11 @@ def test_distance_to_float32_is_that_of_autocast(name: str, dtype: str, folds: l
     assert {row.verdict for row in rows} == {"PASS"}, [row.reason for row in rows]
 
 
-# A size that the batch decides, a result that is written into, and the rest of those that are quick.
-_AS_ON_CUDA = ("contrasted", "wav2vec2-classify", "in-place-on-views")
+_AS_ON_CUDA = ("contrasted", "in-place-on-views")  # a size that the batch decides, and results that are written into
 
 
 @pytest.mark.parametrize(
-    "name", sampled([*_AS_ON_CUDA, *(c.name for c in HAND if c.name not in _AS_ON_CUDA)], lambda at, _: at < 3)
+    "name", sampled([*_AS_ON_CUDA, *(c.name for c in HAND if c.name not in _AS_ON_CUDA)], lambda at, _: at < 2)
 )
 def test_what_only_cuda_changes_keeps_the_distance(name: str) -> None:
     """Padded products, masks, shared heads and float32 gradients of weights, of any size, on a CPU."""
