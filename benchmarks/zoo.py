@@ -376,7 +376,11 @@ def as_on_cuda() -> Iterator[None]:
     """Let a conversion for a CPU change graphs as one for CUDA does, models of any size."""
     facts = load_kernel_facts()
     parameters = {"cpu": facts.float32_parameters["cpu"] | facts.float32_parameters["cuda"]}
-    numbers = {"fast_multiples": {"cpu": 8}, "float32_gradients": {"cpu": 1}, "groups_heads": frozenset({"cpu"})}
+    numbers = {
+        "fast_multiples": {"cpu": 8},
+        "float32_gradients": {"cpu": 1},
+        "groups_heads": {"cpu": facts.groups_heads["cuda"]},
+    }
     changed: Any = replace(facts, float32_parameters=parameters, **cast("Any", numbers))
     any_size = mock.patch.multiple("autocastfx.passes.align", _LEAST_ROWS=1, _LEAST_FLOPS=0)
     with mock.patch("autocastfx.options.load_kernel_facts", return_value=changed), any_size:

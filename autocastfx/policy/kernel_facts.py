@@ -49,7 +49,7 @@ class KernelFacts:
         expands_range: ops with results beyond the range of their finite inputs.
         switches: ops of straight pieces, whose gradient jumps between them.
         same_operands: by op, the op that it equals when its two operands are the same.
-        groups_heads: devices whose fused attention takes keys and values of fewer heads, without a mask.
+        groups_heads: by device type, attention that takes keys and values of fewer heads, without a mask.
         float32_gradients: devices whose product of 16-bit matrices writes float32, each with the number of
             floating-point operations from which a product is worth the host's time for a backward of its own.
         fast_multiples: by device type, what divides the sizes of products for which it has its fast kernels.
@@ -79,7 +79,7 @@ class KernelFacts:
     same_operands: Mapping[str, str]
     whole_numbers: Mapping[str, str]
     triton_faster: Mapping[str, frozenset[str]]
-    groups_heads: frozenset[str]
+    groups_heads: Mapping[str, frozenset[str]]
     fast_multiples: Mapping[str, int]
     float32_gradients: Mapping[str, int]
     switches: frozenset[str]
@@ -169,7 +169,7 @@ _TABLES: Mapping[str, Callable[[Tree], Any]] = {
     "same_operands": _pairs,
     **dict.fromkeys(("fast_multiples", "float32_gradients"), _numbers),
     **dict.fromkeys(("whole_numbers", "reduces", "contributions", "bears_rounding"), _kinds),
-    **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
+    **dict.fromkeys(("float32_parameters", "groups_heads", "triton_faster", "rounds_numbers"), _by_device_type),
 }
 
 
