@@ -21,7 +21,7 @@ from autocastfx.passes.analysis.kept_args import check_kept_args
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
-from autocastfx.policy.float8 import E4M3
+from autocastfx.policy.float8 import RECIPES, Layout
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
 from autocastfx.runtime.working_copies import quantized_copy
 
@@ -151,7 +151,7 @@ def _problem_of_quantized(node: fx.Node, use: Use) -> str | None:
     name, of = use.argument.partition("_")[0], use.node.all_input_nodes[-1]
     if node.target is not float8_linear or argument(node, name) is not of:
         return f"argument {use.argument!r} ({use.node.name}) is {of.name} in float8, which it does not read as {name!r}"
-    if dtypes(use.node) != (E4M3, torch.float32):
+    if dtypes(use.node) != (RECIPES[argument(node, "recipe")].numbers, Layout(use.node.args[-3]).scales):
         return f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}, no float8 value and scale"
     return None
 

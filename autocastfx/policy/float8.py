@@ -11,7 +11,6 @@ import torch
 
 from autocastfx.errors import ArgumentError, TextPlace
 
-MULTIPLE = 16  # of N and K: torch's scaled products take no other sizes
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -27,11 +26,25 @@ class Product(str, Enum):
 
 
 class Layout(str, Enum):
-    """How a matrix is quantised: what shares a scale, and how the numbers lie."""
+    """How a matrix is quantised: what shares a scale, and how the numbers lie.
+
+    Attributes:
+        is_turned: the matrix is stored transposed, so that what shares a scale is read by rows.
+        scales: the dtype of the scales.
+    """
+
+    is_turned: bool
+    scales: torch.dtype
 
     TENSOR = "tensor"  # one scale
     ROWS = "rows"  # a scale for each row
-    COLUMNS = "columns"  # a scale for each column; stored transposed, so that it is read by rows
+    COLUMNS = "columns", True  # a scale for each column
+
+    def __new__(cls, word: str, is_turned: bool = False, scales: torch.dtype = torch.float32) -> Layout:
+        """A member with its word in plans and in the arguments of operators."""
+        made = str.__new__(cls, word)
+        made._value_, made.is_turned, made.scales = word, is_turned, scales
+        return made
 
     def __str__(self) -> str:
         return self.value
@@ -39,17 +52,22 @@ class Layout(str, Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of each product are quantised, as torchao's recipe of this name does.
+    """How the operands of each product are quantised and multiplied: all that is decided by a recipe's name.
 
-    Source: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
+    Numbers are rounded to the nearest, and those beyond the largest to it. What a number format can hold says
+    ``torch.finfo``.
 
     Attributes:
         name: its word in op lists.
         meaning: its line on the reference page.
         layouts: of the left and the right operand, in the order of :class:`Product`'s comments. A product that is
             missing stays in 16 bits.
-        gradient: the float8 dtype of gradients; other operands are e4m3.
+        gradient: the float8 dtype of gradients.
         power_of_two: scales are rounded down to a power of two.
+        numbers: the float8 dtype of other operands.
+        multiple: what N and K are multiples of.
+        capability: of the first NVIDIA GPUs whose products of such numbers are called, at a GPU's float8 rate. None: no
+            such product is called, and the numbers are multiplied in float32.
     """
 
     name: str
@@ -57,6 +75,13 @@ class Recipe:
     layouts: Mapping[Product, tuple[Layout, Layout]] = field(hash=False)
     gradient: torch.dtype
     power_of_two: bool
+    numbers: torch.dtype = E4M3
+    multiple: int = 16  # torch's scaled products take no other sizes
+    capability: tuple[int, int] | None = (8, 9)
+
+    def quantizing(self, layout: Layout, *, is_gradient: bool = False) -> tuple[str, torch.dtype, bool]:
+        """The arguments of the operator ``quantize`` for an operand."""
+        return layout.value, self.gradient if is_gradient else self.numbers, self.power_of_two
 
 
 _BY_ROWS = {
@@ -64,6 +89,7 @@ _BY_ROWS = {
     Product.INPUT_GRADIENT: (Layout.ROWS, Layout.COLUMNS),
     Product.WEIGHT_GRADIENT: (Layout.COLUMNS, Layout.COLUMNS),
 }
+# The three are torchao's: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (

@@ -318,7 +318,7 @@ def test_what_float8_cannot_serve_is_refused_before_measuring(
         raise AssertionError("it measures")
 
     monkeypatch.setattr("autocastfx.numerics.sensitivity.Measuring.add", never)
-    monkeypatch.setattr("autocastfx.numerics.tune.missing_products", lambda _: missing)
+    monkeypatch.setattr("autocastfx.numerics.tune.missing_products", lambda *_: missing)
     with pytest.raises(UnsupportedError, match=said):
         autocastfx.tune(mixing(), BATCHES, loss, float8=True, share=0.5, dtype=dtype, progress=False)
     emulated = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "emulate": True}]})
