@@ -11,7 +11,7 @@ import torch
 
 from autocastfx.errors import ArgumentError, TextPlace
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
 
 class Product(str, Enum):
@@ -31,19 +31,23 @@ class Layout(str, Enum):
     Attributes:
         is_turned: the matrix is stored transposed, so that what shares a scale is read by rows.
         scales: the dtype of the scales.
+        block: how many consecutive numbers of a row share a scale, when it is read; 0: all.
     """
 
     is_turned: bool
     scales: torch.dtype
+    block: int
 
     TENSOR = "tensor"  # one scale
     ROWS = "rows"  # a scale for each row
     COLUMNS = "columns", True  # a scale for each column
+    BLOCKS = "blocks", False, E8M0, 32  # a scale for each block of a row
+    COLUMN_BLOCKS = "column_blocks", True, E8M0, 32  # a scale for each block of a column
 
-    def __new__(cls, word: str, is_turned: bool = False, scales: torch.dtype = torch.float32) -> Layout:
+    def __new__(cls, word: str, is_turned: bool = False, scales: torch.dtype = torch.float32, block: int = 0) -> Layout:
         """A member with its word in plans and in the arguments of operators."""
         made = str.__new__(cls, word)
-        made._value_, made.is_turned, made.scales = word, is_turned, scales
+        made._value_, made.is_turned, made.scales, made.block = word, is_turned, scales, block
         return made
 
     def __str__(self) -> str:
@@ -89,7 +93,8 @@ _BY_ROWS = {
     Product.INPUT_GRADIENT: (Layout.ROWS, Layout.COLUMNS),
     Product.WEIGHT_GRADIENT: (Layout.COLUMNS, Layout.COLUMNS),
 }
-# The three are torchao's: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
+# The first three are torchao's: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
+# MXFP8 is that of the OCP Microscaling Formats Specification v1.0.
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -117,6 +122,20 @@ RECIPES: Mapping[str, Recipe] = {
             },
             E4M3,
             power_of_two=True,
+        ),
+        Recipe(
+            "mxfp8",
+            "MXFP8: a scale in e8m0, a power of two, for each 32 consecutive numbers of a sum; all e4m3. N and K are "
+            "multiples of 32. Its products are float32 ones of float8 numbers: only a CPU has them without `emulate`",
+            {
+                Product.OUTPUT: (Layout.BLOCKS, Layout.BLOCKS),
+                Product.INPUT_GRADIENT: (Layout.BLOCKS, Layout.COLUMN_BLOCKS),
+                Product.WEIGHT_GRADIENT: (Layout.COLUMN_BLOCKS, Layout.COLUMN_BLOCKS),
+            },
+            E4M3,
+            power_of_two=True,
+            multiple=32,
+            capability=None,
         ),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,6 +85,8 @@ def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -
 def _parts(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     matrix = x.reshape(-1, x.shape[-1])
     matrix = matrix.t() if Layout(layout).is_turned else matrix
+    if Layout(layout).block:
+        return _by_blocks(matrix, Layout(layout), dtype)
     magnitudes = matrix.abs()
     if _is_empty(x):
         largest = matrix.new_zeros(() if layout == Layout.TENSOR else (len(matrix), 1))
@@ -94,6 +97,24 @@ def _parts(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tu
     scale = (most / largest.double().clamp(min=_SMALLEST)).float()
     scale = scale.log2().floor().exp2() if power_of_two else scale
     return (matrix.float() * scale).clamp(-most, most).to(dtype).contiguous(), scale
+
+
+def _by_blocks(matrix: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise each block of a row by the power of two of its largest magnitude, the last block filled with zeros.
+
+    By section 6.3 of the OCP specification. The numbers are those of torchao's ``to_mx`` with FLOOR to the bit, and so
+    are the scales, but for magnitudes below 2 ** -118: there its scale is half of what it divided by. A NaN makes all
+    of its block NaN.
+    """
+    (rows, width), block, most = matrix.shape, layout.block, torch.finfo(dtype).max
+    count = -(-width // block)
+    blocks = torch.nn.functional.pad(matrix.float(), (0, count * block - width)).reshape(rows, count, block)
+    largest = blocks.abs().amax(2, keepdim=True)
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # 0 of subnormal numbers
+    top = 2.0 ** (math.frexp(most)[1] - 1)
+    scale = torch.where(largest.isnan(), largest, (top / power).clamp(top * 2.0**-128, 2.0**126))  # the least of an Inf
+    data = (blocks * scale).clamp(-most, most).to(dtype).reshape(rows, count * block)
+    return data[:, :width].contiguous(), scale.reshape(rows, count).to(layout.scales)
 
 
 def _quantized_with_autograd(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -142,7 +163,10 @@ def _scaled_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dt
 
 
 def _restored(quantized: Quantized) -> Tensor:
-    return quantized.data.float() / quantized.scale
+    data, scale = quantized.data.float(), quantized.scale.float()
+    if block := quantized.layout.block:
+        scale = scale.repeat_interleave(block, 1)[:, : data.shape[1]]
+    return data / scale
 
 
 def _padded(data: Tensor, multiple: int) -> Tensor:
