@@ -28,6 +28,7 @@ from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, In16Bits, NoFloat8, PlannedFloat8, Precision, WhyNoFloat8
 from autocastfx.policy.float8 import (
     OPERANDS,
+    PREPARED,
     RECIPES,
     Float8Choice,
     Layout,
@@ -208,16 +209,10 @@ class _Rewriting:
         bias = argument(node, operands.bias) if operands.bias else None
         if operands.transposes:
             weight = self._transposed(weight, node)
-        layouts = {p: at for p, at in RECIPES[planned.recipe].layouts.items() if p in planned.products}
-        forward = layouts.get(Product.OUTPUT)
-        later = layouts if self.with_backward else {}
-        wanted = (
-            (x, forward and forward[0]),
-            (weight, forward and forward[1]),
-            (x, later[Product.WEIGHT_GRADIENT][1] if Product.WEIGHT_GRADIENT in later else None),
-            (weight, later[Product.INPUT_GRADIENT][1] if Product.INPUT_GRADIENT in later else None),
-        )
-        quantized = [self._quantized(v, at, planned.recipe, node) if at is not None else [] for v, at in wanted]
+        run = [p for p in planned.products if self.with_backward or p is Product.OUTPUT]
+        layouts = RECIPES[planned.recipe].layouts
+        wanted = [(x if name.startswith("input") else weight, *of) for name, of in PREPARED.items()]
+        quantized = [self._quantized(v, layouts[p][i], planned.recipe, node) if p in run else [] for v, p, i in wanted]
         node.target = float8_linear
         node.args = (x, weight, bias, *quantized, planned.recipe, " ".join(planned.products))
         node.kwargs = {"emulate": True} if planned.emulate else {}

@@ -139,6 +139,13 @@ RECIPES: Mapping[str, Recipe] = {
         ),
     )
 }
+# The arguments of ``float8_linear`` that are quantised before it: of which product they are the left or right operand.
+PREPARED: Mapping[str, tuple[Product, int]] = {
+    "input_forward": (Product.OUTPUT, 0),
+    "weight_forward": (Product.OUTPUT, 1),
+    "input_backward": (Product.WEIGHT_GRADIENT, 1),
+    "weight_backward": (Product.INPUT_GRADIENT, 1),
+}
 SIZES = ("M", "N", "K")
 
 

@@ -463,6 +463,15 @@ def test_verify_finds_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         convert(model, x)
 
+    def other_layout(self: Any, node: Any, *rest: Any) -> None:
+        rewrite(self, node, *rest)
+        if node.name == "linear_1":  # input and weight are square: rows for columns would change no size
+            node.update_arg(5, node.args[3])
+
+    monkeypatch.setattr(module._Rewriting, "rewrite", other_layout)
+    with pytest.raises(VerifyError, match=r"'input_backward' .* quantised as \('rows', .*, not as rowwise reads it"):
+        convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(32, 32))
+
     def left_out(self: Any, node: Any, *rest: Any) -> None:
         if node.name != "linear_1":
             rewrite(self, node, *rest)
