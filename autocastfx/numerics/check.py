@@ -28,7 +28,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
-from autocastfx.policy.float8 import E4M3, RECIPES, Product
+from autocastfx.policy.float8 import RECIPES, Product
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime import behaviour
 from autocastfx.runtime.amp_module import AmpModule
@@ -391,10 +391,11 @@ def allowance(plans: Sequence[Plan], sensitivity: Sensitivity | None) -> Float8A
     if not planned:
         return None
     low = torch.finfo(getattr(torch, plans[0].low)).eps
+    forward = max(torch.finfo(RECIPES[one.recipe].numbers).eps for one in planned)
     backward = max(torch.finfo(RECIPES[one.recipe].gradient).eps for one in planned)
     in_forward = any(Product.OUTPUT in one.products for one in planned)
     coarse = {
-        "output": _FLOAT8_TIMES * torch.finfo(E4M3).eps / low if in_forward else _TIMES,
+        "output": _FLOAT8_TIMES * forward / low if in_forward else _TIMES,
         "gradient": _FLOAT8_TIMES * backward / low,
     }
     ratios = [ratio for plan in plans if sensitivity is not None and (ratio := _ratio(plan, sensitivity))]

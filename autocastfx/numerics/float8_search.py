@@ -15,7 +15,7 @@ from autocastfx.graph.node import argument
 from autocastfx.numerics.choice import Candidate, Choice
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
 from autocastfx.plan.plan import NoFloat8, Plan, PlannedFloat8, PlannedNode, Precision
-from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
+from autocastfx.policy.float8 import OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
 
@@ -74,14 +74,16 @@ def product_of(
     operands = _OPERANDS[product]
     read = sum(elements[operand] for operand, _ in operands)
     written = sum(elements.values()) - read
+    is_fast = node.float8 is not None and RECIPES[node.float8.recipe].capability is not None
     rates = ((2, gpu.peak(tensor_cores=True)), (1, gpu.peak(tensor_cores=True, in_float8=True)))
     moved = [max(2 * m * n * k / peak * gpu.bandwidth, size * read + 2 * written) for size, peak in rates]
+    gain = max(0.0, moved[0] - moved[1]) if is_fast else 0.0
     reads: dict[Hashable, float] = {}
     for (operand, given), layout in zip(operands, _layouts(node, product), strict=True):
         shared: Any = argument(made, given) if made is not None and given else None
         key = shared.name if isinstance(shared, fx.Node) else (node.name, operand, layout)
         reads[key] = float(_QUANTISE * elements[operand])
-    return FloatProduct(node, product, 2 * m * n * k, error**2, max(0.0, moved[0] - moved[1]), reads)
+    return FloatProduct(node, product, 2 * m * n * k, error**2, gain, reads)
 
 
 def _layouts(node: PlannedNode, product: Product) -> Sequence[object]:
@@ -262,7 +264,7 @@ class Float8Search(PlanSearch):
         if not self._flops:
             raise SensitivityError(
                 "the model has no product that can run in float8: one of a weight, whose N and K are multiples of "
-                f"{MULTIPLE}. Leave float8 and share out."
+                f"{RECIPES[self.recipe].multiple}. Leave float8 and share out."
             )
         chosen = choice.least_error(share * self._flops * (1 - 1e-9))
         if chosen is None:

@@ -12,7 +12,7 @@ from torch import fx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument
 from autocastfx.numerics.segments import Read
-from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
+from autocastfx.policy.float8 import OPERANDS, RECIPES, Product
 from autocastfx.runtime.operators.float8 import float8_linear
 
 _KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
@@ -68,8 +68,9 @@ def product_differences(
     of_input, of_weight = by_name[operands.input], by_name[operands.weight]
     x, weight = (values(read.use.node).detach() for read in (of_input, of_weight))
     is_scaled = any(argument(node, name) not in (None, 1) for name in ("alpha", "beta"))
+    is_odd = any(size % RECIPES[recipe].multiple for size in weight.shape)
     is_other = operands.transposes and of_weight.use.node.op != "get_attr"
-    if weight.dim() != 2 or any(size % MULTIPLE for size in weight.shape) or not x.numel() or is_scaled or is_other:
+    if weight.dim() != 2 or is_odd or not x.numel() or is_scaled or is_other:
         return None
     weight = weight.t() if operands.transposes else weight
     layouts = RECIPES[recipe].layouts

@@ -28,7 +28,7 @@ from autocastfx.options import refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
-from autocastfx.policy.float8 import recipe_of
+from autocastfx.policy.float8 import RECIPES, recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import unmatched_in
 from autocastfx.report.front_picture import Front, front_picture
@@ -274,7 +274,9 @@ def tune(
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
     low = low_dtype(base.plan.low)
     if recipe:
-        _check_products(low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list)
+        _check_products(
+            low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list, recipe
+        )
     if sensitivity is None:
         measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
         with counted(progress, "measuring sensitivity") as show:
@@ -364,15 +366,17 @@ def check_share(share: float | None, budget: str | Budget, recipe: str) -> None:
             raise ArgumentError(f"share takes the place of a budget, which is {budget!r}: leave one of the two out")
     if recipe and isinstance(budget, Budget) and budget.bytes is not None:
         raise ArgumentError("a budget of bytes says nothing of float8, which only adds errors: give an error, or share")
+    if recipe and share is None and RECIPES[recipe].capability is None:
+        raise ArgumentError(f"no GPU's products are called by {recipe}, so it saves no time: give a share")
 
 
-def _check_products(low: torch.dtype, device: torch.device, op_list: OpList) -> None:
+def _check_products(low: torch.dtype, device: torch.device, op_list: OpList, recipe: str) -> None:
     if low != torch.bfloat16:
         raise UnsupportedError(
             f"{dtype_name(low)} gradients are multiplied by a loss scale, which float8 does not take: tune with "
             "dtype='bfloat16', or without float8."
         )
-    if (why := missing_products(device)) and not any(rule.effect.emulate for rule in op_list.float8):
+    if (why := missing_products(device, recipe)) and not any(rule.effect.emulate for rule in op_list.float8):
         raise UnsupportedError(
             f"{device} has no float8 products: {why}. Tune without float8, or from a list that says emulate: true."
         )

@@ -27,9 +27,8 @@ from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, In16Bits, NoFloat8, PlannedFloat8, Precision, WhyNoFloat8
 from autocastfx.policy.float8 import (
-    E4M3,
-    MULTIPLE,
     OPERANDS,
+    PREPARED,
     RECIPES,
     Float8Choice,
     Layout,
@@ -74,10 +73,14 @@ def check_float8(settings: Settings, device: torch.device) -> None:
             "loss scale, which float8 does not take: convert with dtype='bfloat16', or write products: [output].",
             backward.source,
         )
-    real = next((r for r in wanted if not r.effect.emulate), None)
-    if real is not None and (why := missing_products(device)):
+    for real in (r for r in wanted if not r.effect.emulate):
+        _check_products(f"{real.source}: {real.subject!r}", device, real.effect.recipe or Float8Choice.recipe)
+
+
+def _check_products(needing: str, device: torch.device, recipe: str) -> None:
+    if why := missing_products(device, recipe):
         raise UnsupportedError(
-            f"{real.source}: {real.subject!r} needs float8 products, and {device} has none: {why}. Leave float8 out, "
+            f"{needing} needs float8 products, and {device} has none: {why}. Leave float8 out, "
             "or write emulate: true for products in float32 of the float8 numbers, which are slow."
         )
 
@@ -91,6 +94,7 @@ class _Deciding:
     state: State
     planned: PlannedDtypes
     leads: Set[fx.Node]  # nodes from which a product is computed
+    device: torch.device
 
     def all(self) -> Iterator[tuple[fx.Node, PlannedFloat8]]:
         """One entry for each op that float8 rules may be for, also where all its products stay in 16 bits."""
@@ -104,6 +108,8 @@ class _Deciding:
             elif choice.products and (why := self._why_not(node, operands, choice)) is not None:
                 yield node, _none(choice, why)
             else:
+                if choice.in_float8 and not choice.emulate:  # the settings of several rules may make it up
+                    _check_products(f"{choice.source}: {node.name!r}", self.device, choice.recipe)
                 in_16 = (In16Bits(p, _why_out(p, choice)) for p in Product if p not in choice.in_float8)
                 yield node, PlannedFloat8(choice.recipe, choice.in_float8, tuple(in_16), choice.emulate)
 
@@ -148,11 +154,12 @@ class _Deciding:
             name: None if None in map(example, factors) else math.prod(map(example, factors))
             for name, factors in given.items()
         }
+        multiple = RECIPES[choice.recipe].multiple
         for name, size in sizes.items():
             if size is None and (name != "M" or dict(choice.least).get(name)):
                 return NoFloat8.UNKNOWN_SIZE.because(name)
-            if size is not None and name != "M" and size % MULTIPLE:
-                return NoFloat8.ODD_SIZE.because(name, size, MULTIPLE)
+            if size is not None and name != "M" and size % multiple:
+                return NoFloat8.ODD_SIZE.because(name, size, multiple)
         for name, least in choice.least:
             if (size := sizes[name]) is not None and size < least:
                 return NoFloat8.TOO_SMALL.because(name, size, least)
@@ -202,16 +209,10 @@ class _Rewriting:
         bias = argument(node, operands.bias) if operands.bias else None
         if operands.transposes:
             weight = self._transposed(weight, node)
-        layouts = {p: at for p, at in RECIPES[planned.recipe].layouts.items() if p in planned.products}
-        forward = layouts.get(Product.OUTPUT)
-        later = layouts if self.with_backward else {}
-        wanted = (
-            (x, forward and forward[0]),
-            (weight, forward and forward[1]),
-            (x, later[Product.WEIGHT_GRADIENT][1] if Product.WEIGHT_GRADIENT in later else None),
-            (weight, later[Product.INPUT_GRADIENT][1] if Product.INPUT_GRADIENT in later else None),
-        )
-        quantized = [self._quantized(v, at, planned.recipe, node) if at is not None else [] for v, at in wanted]
+        run = [p for p in planned.products if self.with_backward or p is Product.OUTPUT]
+        layouts = RECIPES[planned.recipe].layouts
+        wanted = [(x if name.startswith("input") else weight, *of) for name, of in PREPARED.items()]
+        quantized = [self._quantized(v, layouts[p][i], planned.recipe, node) if p in run else [] for v, p, i in wanted]
         node.target = float8_linear
         node.args = (x, weight, bias, *quantized, planned.recipe, " ".join(planned.products))
         node.kwargs = {"emulate": True} if planned.emulate else {}
@@ -222,10 +223,9 @@ class _Rewriting:
         return self.made[weight, "t"]
 
     def _quantized(self, value: fx.Node, layout: Layout, recipe: str, reader: fx.Node) -> fx.Node:
-        power_of_two = RECIPES[recipe].power_of_two
-        key = (value, layout, power_of_two, reader if captured_behind(value) in self.written else None)
+        args = (value, *RECIPES[recipe].quantizing(layout))
+        key = (args, reader if captured_behind(value) in self.written else None)
         if key not in self.made:
-            args = (value, layout.value, E4M3, power_of_two)
             self.made[key] = self._make(quantize, args, f"float8_{layout}", layout.value, value, reader)
         return self.made[key]
 
@@ -250,12 +250,13 @@ class UseFloat8(Pass):
 
         Raises:
             OpListError: two rules fit an op equally well and contradict each other.
+            UnsupportedError: a product would run in float8, and the device has none by its recipe.
         """
         settings = self.settings
         if state.planned is None:  # no casts were asked for
             return state
         leads = _leads(state.graph, state.classification.decisions)
-        planned = dict(_Deciding(settings, state, state.planned(state), leads).all())
+        planned = dict(_Deciding(settings, state, state.planned(state), leads, torch.device(settings.device)).all())
         written = alias_sets(state.graph, settings.ports.written).keys()
         rewriting = _Rewriting(state.graph, written, settings.mode != "eval")
         for node, one in planned.items():

@@ -21,7 +21,7 @@ from autocastfx.passes.analysis.kept_args import check_kept_args
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
-from autocastfx.policy.float8 import E4M3
+from autocastfx.policy.float8 import PREPARED, RECIPES
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
 from autocastfx.runtime.working_copies import quantized_copy
 
@@ -147,11 +147,15 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
 
 
 def _problem_of_quantized(node: fx.Node, use: Use) -> str | None:
-    """A product reads an operand in float8 beside the operand itself: both have to be of one value."""
+    """A product reads an operand in float8 beside the operand itself: of the same value, and as its recipe says."""
     name, of = use.argument.partition("_")[0], use.node.all_input_nodes[-1]
     if node.target is not float8_linear or argument(node, name) is not of:
         return f"argument {use.argument!r} ({use.node.name}) is {of.name} in float8, which it does not read as {name!r}"
-    if dtypes(use.node) != (E4M3, torch.float32):
+    recipe, (product, side) = RECIPES[argument(node, "recipe")], PREPARED[use.argument]
+    layouts, found = recipe.layouts.get(product), use.node.args[-3:]
+    if layouts is None or found != recipe.quantizing(layouts[side]):
+        return f"argument {use.argument!r} ({use.node.name}) is quantised as {found}, not as {recipe.name} reads it"
+    if dtypes(use.node) != (recipe.numbers, layouts[side].scales):
         return f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}, no float8 value and scale"
     return None
 

@@ -11,8 +11,7 @@ import torch
 
 from autocastfx.errors import ArgumentError, TextPlace
 
-MULTIPLE = 16  # of N and K: torch's scaled products take no other sizes
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
 
 class Product(str, Enum):
@@ -27,11 +26,29 @@ class Product(str, Enum):
 
 
 class Layout(str, Enum):
-    """How a matrix is quantised: what shares a scale, and how the numbers lie."""
+    """How a matrix is quantised: what shares a scale, and how the numbers lie.
+
+    Attributes:
+        is_turned: the matrix is stored transposed, so that what shares a scale is read by rows.
+        scales: the dtype of the scales.
+        block: how many consecutive numbers of a row share a scale, when it is read; 0: all.
+    """
+
+    is_turned: bool
+    scales: torch.dtype
+    block: int
 
     TENSOR = "tensor"  # one scale
     ROWS = "rows"  # a scale for each row
-    COLUMNS = "columns"  # a scale for each column; stored transposed, so that it is read by rows
+    COLUMNS = "columns", True  # a scale for each column
+    BLOCKS = "blocks", False, E8M0, 32  # a scale for each block of a row
+    COLUMN_BLOCKS = "column_blocks", True, E8M0, 32  # a scale for each block of a column
+
+    def __new__(cls, word: str, is_turned: bool = False, scales: torch.dtype = torch.float32, block: int = 0) -> Layout:
+        """A member with its word in plans and in the arguments of operators."""
+        made = str.__new__(cls, word)
+        made._value_, made.is_turned, made.scales, made.block = word, is_turned, scales, block
+        return made
 
     def __str__(self) -> str:
         return self.value
@@ -39,17 +56,22 @@ class Layout(str, Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of each product are quantised, as torchao's recipe of this name does.
+    """How the operands of each product are quantised and multiplied: all that is decided by a recipe's name.
 
-    Source: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
+    Numbers are rounded to the nearest, and those beyond the largest to it. What a number format can hold says
+    ``torch.finfo``.
 
     Attributes:
         name: its word in op lists.
         meaning: its line on the reference page.
         layouts: of the left and the right operand, in the order of :class:`Product`'s comments. A product that is
             missing stays in 16 bits.
-        gradient: the float8 dtype of gradients; other operands are e4m3.
+        gradient: the float8 dtype of gradients.
         power_of_two: scales are rounded down to a power of two.
+        numbers: the float8 dtype of other operands.
+        multiple: what N and K are multiples of.
+        capability: of the first NVIDIA GPUs whose products of such numbers are called, at a GPU's float8 rate. None: no
+            such product is called, and the numbers are multiplied in float32.
     """
 
     name: str
@@ -57,6 +79,13 @@ class Recipe:
     layouts: Mapping[Product, tuple[Layout, Layout]] = field(hash=False)
     gradient: torch.dtype
     power_of_two: bool
+    numbers: torch.dtype = E4M3
+    multiple: int = 16  # torch's scaled products take no other sizes
+    capability: tuple[int, int] | None = (8, 9)
+
+    def quantizing(self, layout: Layout, *, is_gradient: bool = False) -> tuple[str, torch.dtype, bool]:
+        """The arguments of the operator ``quantize`` for an operand."""
+        return layout.value, self.gradient if is_gradient else self.numbers, self.power_of_two
 
 
 _BY_ROWS = {
@@ -64,6 +93,8 @@ _BY_ROWS = {
     Product.INPUT_GRADIENT: (Layout.ROWS, Layout.COLUMNS),
     Product.WEIGHT_GRADIENT: (Layout.COLUMNS, Layout.COLUMNS),
 }
+# The first three are torchao's: ``Float8LinearConfig.from_recipe_name`` of torchao 0.18, ``torchao/float8/config.py``.
+# MXFP8 is that of the OCP Microscaling Formats Specification v1.0.
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -92,7 +123,28 @@ RECIPES: Mapping[str, Recipe] = {
             E4M3,
             power_of_two=True,
         ),
+        Recipe(
+            "mxfp8",
+            "MXFP8: a scale in e8m0, a power of two, for each 32 consecutive numbers of a sum; all e4m3. N and K are "
+            "multiples of 32. Its products are float32 ones of float8 numbers: only a CPU has them without `emulate`",
+            {
+                Product.OUTPUT: (Layout.BLOCKS, Layout.BLOCKS),
+                Product.INPUT_GRADIENT: (Layout.BLOCKS, Layout.COLUMN_BLOCKS),
+                Product.WEIGHT_GRADIENT: (Layout.COLUMN_BLOCKS, Layout.COLUMN_BLOCKS),
+            },
+            E4M3,
+            power_of_two=True,
+            multiple=32,
+            capability=None,
+        ),
     )
+}
+# The arguments of ``float8_linear`` that are quantised before it: of which product they are the left or right operand.
+PREPARED: Mapping[str, tuple[Product, int]] = {
+    "input_forward": (Product.OUTPUT, 0),
+    "weight_forward": (Product.OUTPUT, 1),
+    "input_backward": (Product.WEIGHT_GRADIENT, 1),
+    "weight_backward": (Product.INPUT_GRADIENT, 1),
 }
 SIZES = ("M", "N", "K")
 

@@ -83,7 +83,7 @@ FLOAT8_KEYS: Mapping[str, str] = {
     "recipe": "how operands are quantised; by default `rowwise`",
     "products": "the products that run in float8; by default all. The others stay in 16 bits",
     "least": "the smallest sizes, `{M: …, N: …, K: …}`, of the output's product, M x K times K x N; by default none. N "
-    "and K are multiples of 16 in any case",
+    "and K are multiples of 16 in any case, or of what the recipe says",
     "last": "whether a product may run in float8 from whose result no other product is computed, as that of an output "
     "layer; by default `true`",
     "emulate": "`true`: compute the products in float32, from the float8 numbers. It is slow, and for devices without "

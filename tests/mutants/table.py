@@ -82,7 +82,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     ),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py", *_FLOAT8[:1]),
     "passes/analysis/node_errors.py": _FLOAT8,
-    "policy/float8.py": ("policy/test_float8_list.py", *_FLOAT8[:1]),
+    "policy/float8.py": ("policy/test_recipes.py", "policy/test_float8_list.py", *_FLOAT8[:1]),
     "passes/analysis/place_cheaply.py": (
         *_PLACING,
         "passes/analysis/test_place_cheaply.py",

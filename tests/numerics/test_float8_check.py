@@ -43,7 +43,7 @@ def checked(recipe: str = "rowwise", **keys: Any) -> Check:
     return autocastfx.check(mlp(), BATCHES, loss, dtype=LOW, op_list=lists, **options)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp", "mxfp8"])
 def test_a_right_plan_is_right(recipe: str) -> None:
     found = checked(recipe)
     assert found.ok, found

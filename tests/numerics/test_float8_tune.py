@@ -103,6 +103,8 @@ def test_products_that_do_not_run_are_not_measured() -> None:
     assert set(found["linear"].products) == {"output"}  # no gradient of an input, and none of the weight in this recipe
     assert set(found["linear_1"].products) == {"output", "input_gradient"}
     assert found["linear_2"].products == {}  # 12 is no multiple of 16
+    in_blocks = autocastfx.sensitivity(model, [torch.randn(8, 32)], loss, float8="mxfp8", probes=2, **OPTIONS)
+    assert [effect.op for effect in in_blocks.effects if effect.products] == ["linear"]  # 16 is no multiple of 32
     of_output = autocastfx.sensitivity(model, [torch.randn(8, 32)], of="output", float8=True, probes=2, **OPTIONS)
     assert set(of_output["linear"].products) == {"output"}
     assert rms(of_output["linear"].products["output"]) > 0
@@ -268,6 +270,13 @@ def test_a_share_that_a_list_rules_out_names_its_rules(
         )
 
 
+def test_a_share_by_a_recipe_without_kernels() -> None:
+    found = autocastfx.tune(mixing(), BATCHES, loss, float8="mxfp8", share=0.5, probes=4, **OPTIONS)
+    assert {n.float8.recipe for n in found.plan.nodes if n.float8 is not None and n.float8.products} == {"mxfp8"}
+    assert 0.5 <= found.point.share < 1
+    assert found.point.saved <= 0, "quantising takes time, and no product gains any"
+
+
 def test_a_share_of_a_model_without_such_products_is_refused() -> None:
     with pytest.raises(SensitivityError, match="the model has no product that can run in float8: one of a weight"):
         autocastfx.tune(nn.Linear(64, 15), BATCHES, loss, float8=True, share=0.5, probes=1, **OPTIONS)
@@ -283,9 +292,12 @@ def test_a_share_of_a_model_without_such_products_is_refused() -> None:
         ({"share": True, "float8": True}, "share is a fraction above 0 and at most 1, not True"),
         ({"share": 0.5, "float8": True, "budget": Budget(error=0.1)}, "share takes the place of a budget"),
         ({"float8": True, "budget": Budget(bytes=1.0)}, "a budget of bytes says nothing of float8"),
-        ({"float8": "mxfp8"}, "float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'mxfp8'"),
+        (
+            {"float8": "nvfp4"},
+            "float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', 'mxfp8', not 'nvfp4'",
+        ),
         ({"float8": ["rowwise"]}, r"not \['rowwise'\]"),
-        ({"float8": 1}, "'rowwise_gw_hp', not 1"),
+        ({"float8": 1}, "'mxfp8', not 1"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None:
@@ -295,7 +307,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None
 
 def test_a_recipe_that_is_none_is_not_measured() -> None:
     with pytest.raises(
-        ValueError, match="float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'row'"
+        ValueError, match="float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', 'mxfp8', not 'row'"
     ):
         autocastfx.sensitivity(mixing(), BATCHES, loss, float8="row", **OPTIONS)
 
@@ -318,7 +330,7 @@ def test_what_float8_cannot_serve_is_refused_before_measuring(
         raise AssertionError("it measures")
 
     monkeypatch.setattr("autocastfx.numerics.sensitivity.Measuring.add", never)
-    monkeypatch.setattr("autocastfx.numerics.tune.missing_products", lambda _: missing)
+    monkeypatch.setattr("autocastfx.numerics.tune.missing_products", lambda *_: missing)
     with pytest.raises(UnsupportedError, match=said):
         autocastfx.tune(mixing(), BATCHES, loss, float8=True, share=0.5, dtype=dtype, progress=False)
     emulated = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "emulate": True}]})

@@ -73,10 +73,34 @@ args_1_float8_rows)
 """
 
 
+IN_BLOCKS = """\
++ args_0_bfloat16: bf16 = to(args_0)
++ args_1_bfloat16: bf16 = to(args_1)
++ args_0_float8_blocks: torch.float8_e4m3fn,torch.float8_e8m0fnu = autocastfx::quantize(args_0_bfloat16)
++ args_1_float8_blocks: torch.float8_e4m3fn,torch.float8_e8m0fnu = autocastfx::quantize(args_1_bfloat16)
++ args_0_float8_column_blocks: torch.float8_e4m3fn,torch.float8_e8m0fnu = autocastfx::quantize(args_0_bfloat16)
++ args_1_float8_column_blocks: torch.float8_e4m3fn,torch.float8_e8m0fnu = autocastfx::quantize(args_1_bfloat16)
+  linear: bf16 = autocastfx::float8_linear(args_0_bfloat16, args_1_bfloat16, args_0_float8_blocks, \
+args_1_float8_blocks, args_0_float8_column_blocks, args_1_float8_column_blocks)
++ linear_float32: f32 = to(linear)
+  return linear_float32
+"""
+
+
 @pytest.mark.parametrize(("training", "expected"), [(True, TRAINED), (False, EVALUATED)])
 def test_a_linear_reads_its_operands_in_float8(training: bool, expected: str) -> None:
     model = Function(lambda *args: nn.functional.linear(*args)).train(training)
     assert listing(convert(model, torch.randn(4, 32), torch.randn(16, 32)).graph) == text(expected)
+
+
+def test_a_linear_reads_its_operands_in_blocks() -> None:
+    amp_model = convert(
+        Function(lambda *args: nn.functional.linear(*args)),
+        *(torch.randn(4, 32), torch.randn(32, 32)),
+        lists=rules(recipe="mxfp8"),
+    )
+    assert listing(amp_model.graph) == text(IN_BLOCKS)
+    assert Plan.from_json(amp_model.plan.to_json()) == amp_model.plan
 
 
 def test_readers_share_what_is_quantised() -> None:
@@ -146,6 +170,7 @@ WHY_NOT: dict[str, tuple[OpList, str, str]] = {
         "no float8: the rule at OpList:modules[0] (by hand) leaves it out",
     ),
     "odd": (rules(), "head", "no float8: N is 50, no multiple of 16"),
+    "odd for blocks": (rules(recipe="mxfp8"), "head", "no float8: N is 50, no multiple of 32"),
     "small": (rules(least={"M": 64}), "q", "no float8: M is 32, less than 64"),
     "small N": (rules(least={"M": 32, "N": 65}), "q", "no float8: N is 64, less than 65"),
     "last": (rules(last=False), "head", "no float8: no other product is computed from it"),
@@ -166,6 +191,11 @@ WHY_NOT: dict[str, tuple[OpList, str, str]] = {
         "no float8: no float8 rule covers it",
     ),
     "emulated": (rules(emulate=True), "q", "rowwise, emulated"),
+    "in blocks": (
+        rules(recipe="mxfp8", products=["input_gradient"]),
+        "q",
+        "mxfp8 input_gradient; output, weight_gradient in 16 bits: the rule at OpList:float8[0].ops[0] leaves it out",
+    ),
 }
 
 
@@ -197,10 +227,20 @@ def test_sizes_that_the_call_decides() -> None:
     assert planned(later)["q"] == "rowwise"
 
 
+def test_blocks_of_any_number_of_rows() -> None:
+    model, x = nn.Linear(64, 32, bias=False), torch.randn(40, 64)
+    amp_model = autocastfx.convert(model, dtype=LOW, op_list=rules(recipe="mxfp8"))
+    for rows in (40, 33, 7, 32):  # the first call has a graph of its size, the next ones one of any
+        (found,) = torch.autograd.grad(amp_model(x[:rows]).square().sum(), [model.weight])
+        (exact,) = torch.autograd.grad(model(x[:rows]).square().sum(), [model.weight])
+        assert 0 < relative_error(found, exact) < EPS8
+    assert len(amp_model.variants) == 2
+
+
 # -- numerics ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp", "mxfp8"])
 @pytest.mark.parametrize("weights", ["cast", "cached"])
 def test_outputs_and_gradients_are_near_float32(recipe: str, weights: str) -> None:
     model, x = attention()
@@ -422,6 +462,15 @@ def test_verify_finds_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
         VerifyError, match=r"'weight_forward' .* is q_weight_bfloat16 in float8, which it does not read"
     ):
         convert(model, x)
+
+    def other_layout(self: Any, node: Any, *rest: Any) -> None:
+        rewrite(self, node, *rest)
+        if node.name == "linear_1":  # input and weight are square: rows for columns would change no size
+            node.update_arg(5, node.args[3])
+
+    monkeypatch.setattr(module._Rewriting, "rewrite", other_layout)
+    with pytest.raises(VerifyError, match=r"'input_backward' .* quantised as \('rows', .*, not as rowwise reads it"):
+        convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(32, 32))
 
     def left_out(self: Any, node: Any, *rest: Any) -> None:
         if node.name != "linear_1":

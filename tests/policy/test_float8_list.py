@@ -165,7 +165,10 @@ def test_the_preset_has_the_rules_of_bfloat16_and_linears_in_float8() -> None:
 
 
 WRONG = {
-    "recipe": ({"recipe": "rowise"}, "'recipe' is tensorwise or rowwise or rowwise_gw_hp, not 'rowise' .did you mean"),
+    "recipe": (
+        {"recipe": "rowise"},
+        "'recipe' is tensorwise or rowwise or rowwise_gw_hp or mxfp8, not 'rowise' .did you mean",
+    ),
     "torchao's word": ({"recipe": "rowwise_with_gw_hp"}, "did you mean 'rowwise_gw_hp'"),
     "product": (
         {"products": ["outputs"]},

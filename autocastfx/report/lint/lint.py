@@ -13,7 +13,6 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
 from autocastfx.graph.walk import Located, walk
 from autocastfx.plan.plan import ALIGNED_PRODUCT, NoFloat8, Plan, Precision
-from autocastfx.policy.float8 import MULTIPLE
 from autocastfx.report.dump import view_of
 from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
@@ -75,7 +74,8 @@ class Lint:
         before: the least time of the captured graph, in float32.
         after: the least time of the converted graph, casts included.
         padded: products of odd sizes that the conversion has padded; no odd size is told of them.
-        out_of_float8: for each product that a size keeps out of float8 its node, the size's name and the size.
+        out_of_float8: for each product that a size keeps out of float8 its node, the size's name, the size, and what it
+            should be a multiple of.
         unfused: for each attention that no fused kernel takes its node, and what to do.
     """
 
@@ -89,7 +89,7 @@ class Lint:
     before: Total
     after: Total
     padded: tuple[str, ...] = ()
-    out_of_float8: tuple[tuple[str, str, int], ...] = ()
+    out_of_float8: tuple[tuple[str, str, int, int], ...] = ()
     unfused: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -168,11 +168,10 @@ class Lint:
             yield f"given by: a weight, which is the model's choice; {said}"
         if self.padded:
             yield f"of odd sizes, and padded when they were converted: {listed(self.padded, _MOST)}"
-        if self.out_of_float8:
-            padded = (
-                f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
-            )
-            yield f"float8 takes multiples of {MULTIPLE}; pad {listed(list(padded), _MOST)}"
+        for multiple in sorted({one[3] for one in self.out_of_float8}):
+            sizes = (one[:3] for one in self.out_of_float8 if one[3] == multiple)
+            padded = [f"{name} of {node} from {n} to {-(-n // multiple) * multiple}" for node, name, n in sizes]
+            yield f"float8 takes multiples of {multiple}; pad {listed(padded, _MOST)}"
         for node, remedy in self.unfused[:_MOST]:
             yield f"no fused attention takes {node}: {remedy}"
         if self.float32_products:
@@ -308,10 +307,11 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     )
 
 
-def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int]]:
+def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int, int]]:
     for node in plan.nodes:
         reasons = dict.fromkeys(one.why for one in node.float8.in_16_bits) if node.float8 is not None else ()
-        yield from ((node.name, why.words[0], int(why.words[1])) for why in reasons if why.why is NoFloat8.ODD_SIZE)
+        odd = (why.words for why in reasons if why.why is NoFloat8.ODD_SIZE)
+        yield from ((node.name, name, int(size), int(multiple)) for name, size, multiple in odd)
 
 
 def _check(plan: Plan, gpu: Gpu) -> None:

@@ -22,7 +22,7 @@ from autocastfx.errors import GpuError
 from autocastfx.graph.alias import aliased, moves
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, dtypes, example_size, is_member, tensors, uses, value
-from autocastfx.policy.float8 import Product
+from autocastfx.policy.float8 import RECIPES, Product
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
 from autocastfx.runtime.operators.float8 import float8_linear
 
@@ -165,7 +165,8 @@ def work_of(node: fx.Node) -> Work:
     names = tuple(dict.fromkeys(dtype_name(t.dtype) for t in read or tensors(node)))
     if not _moves(node):
         return Work(0, 0, names)
-    in_float8 = _is_in_float8(node) and not argument(node, "emulate")
+    is_fast = _is_in_float8(node) and RECIPES[argument(node, "recipe")].capability is not None
+    in_float8 = is_fast and not argument(node, "emulate")
     return Work(_flops(node), _bytes(node, read), names, in_float8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import UnsupportedError
-from autocastfx.policy.float8 import E4M3, MULTIPLE, RECIPES, Layout, Product
+from autocastfx.policy.float8 import RECIPES, Float8Choice, Layout, Product
 from autocastfx.runtime.kernels.chosen import is_chosen
 from autocastfx.runtime.operators.casts import is_concrete
 
@@ -20,18 +21,21 @@ from autocastfx.runtime.operators.casts import is_concrete
 
 _aten: Any = torch.ops.aten
 _SMALLEST = 1e-12  # of a largest magnitude, so that the scale of zeros is finite
-_CAPABILITY = (8, 9)  # of the first NVIDIA GPUs with float8 tensor cores
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 
 
-def missing_products(device: torch.device) -> str:
-    """Say why a device has no float8 products; empty if it has some, or if this machine cannot tell."""
-    if device.type == "cuda":
+def missing_products(device: torch.device, recipe: str = Float8Choice.recipe) -> str:
+    """Say why a device has no float8 products by a recipe; empty if it has some, or if this machine cannot tell."""
+    capability = RECIPES[recipe].capability
+    if capability is None and device.type not in ("cpu", "meta"):
+        return f"this package calls none by the recipe {recipe}"
+    if device.type == "cuda" and capability is not None:
         if not torch.cuda.is_available() or torch.version.hip is not None:
             return "" if torch.version.hip is None else "torch's products on ROCm have other float8 dtypes"
         found = torch.cuda.get_device_capability(device)
-        if found < _CAPABILITY:
-            return f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, below 8.9"
+        if found < capability:
+            name, (at_least, minor) = torch.cuda.get_device_name(device), capability
+            return f"{name} has compute capability {found[0]}.{found[1]}, below {at_least}.{minor}"
         return ""
     return "" if device.type in ("cpu", "meta") else f"torch has none for {device.type}"
 
@@ -54,6 +58,7 @@ class Quantized(NamedTuple):
 
     data: Tensor
     scale: Tensor
+    layout: Layout
 
 
 def _is_empty(x: Tensor) -> bool:
@@ -69,7 +74,7 @@ def _takes_kernels(x: Tensor) -> bool:
 
 
 def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    if layout == Layout.TENSOR or not _takes_kernels(x):
+    if layout not in (Layout.ROWS, Layout.COLUMNS) or not _takes_kernels(x):
         return _parts(x, layout, dtype, power_of_two)
     from autocastfx.runtime.kernels import quantize as kernels  # where Triton is
 
@@ -79,7 +84,9 @@ def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -
 
 def _parts(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     matrix = x.reshape(-1, x.shape[-1])
-    matrix = matrix.t() if layout == Layout.COLUMNS else matrix
+    matrix = matrix.t() if Layout(layout).is_turned else matrix
+    if Layout(layout).block:
+        return _by_blocks(matrix, Layout(layout), dtype)
     magnitudes = matrix.abs()
     if _is_empty(x):
         largest = matrix.new_zeros(() if layout == Layout.TENSOR else (len(matrix), 1))
@@ -90,6 +97,24 @@ def _parts(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tu
     scale = (most / largest.double().clamp(min=_SMALLEST)).float()
     scale = scale.log2().floor().exp2() if power_of_two else scale
     return (matrix.float() * scale).clamp(-most, most).to(dtype).contiguous(), scale
+
+
+def _by_blocks(matrix: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise each block of a row by the power of two of its largest magnitude, the last block filled with zeros.
+
+    By section 6.3 of the OCP specification. The numbers are those of torchao's ``to_mx`` with FLOOR to the bit, and so
+    are the scales, but for magnitudes below 2 ** -118: there its scale is half of what it divided by. A NaN makes all
+    of its block NaN.
+    """
+    (rows, width), block, most = matrix.shape, layout.block, torch.finfo(dtype).max
+    count = -(-width // block)
+    blocks = torch.nn.functional.pad(matrix.float(), (0, count * block - width)).reshape(rows, count, block)
+    largest = blocks.abs().amax(2, keepdim=True)
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # 0 of subnormal numbers
+    top = 2.0 ** (math.frexp(most)[1] - 1)
+    scale = torch.where(largest.isnan(), largest, (top / power).clamp(top * 2.0**-128, 2.0**126))  # the least of an Inf
+    data = (blocks * scale).clamp(-most, most).to(dtype).reshape(rows, count * block)
+    return data[:, :width].contiguous(), scale.reshape(rows, count).to(layout.scales)
 
 
 def _quantized_with_autograd(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -114,9 +139,10 @@ quantize = torch.ops.autocastfx.quantize.default
 
 def _product(left: Quantized, right: Quantized, dtype: torch.dtype, call: _Call, *, in_forward: bool) -> Tensor:
     """Return ``left @ right.T`` of [M, C] and [N, C], rounded once to ``dtype``."""
-    if call.emulate or not has_fast_products(left.data.device):
+    recipe = RECIPES[call.recipe]
+    if call.emulate or recipe.capability is None or not has_fast_products(left.data.device):
         return torch.mm(_restored(left), _restored(right).t()).to(dtype)
-    a, b = _padded(left.data), _padded(right.data)
+    a, b = (_padded(one.data, recipe.multiple) for one in (left, right))
     of_a, of_b = left.scale.reciprocal(), right.scale.reciprocal()
     by_rows = bool(of_a.ndim or of_b.ndim)
     made = torch.bfloat16 if by_rows and dtype in (torch.float16, torch.float32) else dtype
@@ -137,12 +163,15 @@ def _scaled_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dt
 
 
 def _restored(quantized: Quantized) -> Tensor:
-    return quantized.data.float() / quantized.scale
+    data, scale = quantized.data.float(), quantized.scale.float()
+    if block := quantized.layout.block:
+        scale = scale.repeat_interleave(block, 1)[:, : data.shape[1]]
+    return data / scale
 
 
-def _padded(data: Tensor) -> Tensor:
-    """Return ``data`` contiguous, with zeros to a multiple of 16 columns: only the number of rows of inputs is none."""
-    missing = -data.shape[1] % MULTIPLE
+def _padded(data: Tensor, multiple: int) -> Tensor:
+    """Return ``data`` contiguous, with zeros to a multiple of columns: only the number of rows of inputs is none."""
+    missing = -data.shape[1] % multiple
     if isinstance(missing, int) and not missing:
         return data.contiguous()
     return torch.nn.functional.pad(data.view(torch.uint8), (0, missing)).view(data.dtype)
@@ -172,9 +201,6 @@ class _Call(NamedTuple):
         """The layouts of the left and the right operand; None for a product in 16 bits."""
         return RECIPES[self.recipe].layouts.get(product) if product.value in self.products.split() else None
 
-    def quantize(self, x: Tensor, layout: Layout, dtype: torch.dtype = E4M3) -> Quantized:
-        return Quantized(*quantize(x, layout, dtype, RECIPES[self.recipe].power_of_two))
-
     def gradients(self, gradient: Tensor) -> dict[Layout, Quantized]:
         """The gradient in each layout that products in backward read, where kernels make two of them at once."""
         recipe = RECIPES[self.recipe]
@@ -184,10 +210,11 @@ class _Call(NamedTuple):
         from autocastfx.runtime.kernels import quantize as kernels  # where Triton is
 
         rows, columns = kernels.quantize_both(gradient, recipe.gradient, recipe.power_of_two)
-        return {Layout.ROWS: Quantized(*rows), Layout.COLUMNS: Quantized(*columns)}
+        return {Layout.ROWS: Quantized(*rows, Layout.ROWS), Layout.COLUMNS: Quantized(*columns, Layout.COLUMNS)}
 
-    def operand(self, given: Sequence[Tensor], x: Tensor, layout: Layout) -> Quantized:
-        return Quantized(*given) if given else self.quantize(x, layout)
+    def operand(self, given: Sequence[Tensor], x: Tensor, layout: Layout, *, is_gradient: bool = False) -> Quantized:
+        data, scale = given or quantize(x, *RECIPES[self.recipe].quantizing(layout, is_gradient=is_gradient))
+        return Quantized(data, scale, layout)
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
@@ -277,8 +304,8 @@ def _in_backward(
         return torch.mm(left, other.reshape(-1, other.shape[-1])).to(dtype)
     left, right = layouts
     if left not in quantized:
-        quantized[left] = call.quantize(gradient, left, RECIPES[call.recipe].gradient)
-    read = quantized[left], Quantized(*kept) if len(kept) > 1 else call.quantize(other, right)
+        quantized[left] = call.operand((), gradient, left, is_gradient=True)
+    read = quantized[left], call.operand(kept if len(kept) > 1 else (), other, right)
     # By columns the matrix lies transposed already; with one scale, what is to be added up is turned to the rows' end.
     a = _turned(read[0]) if is_of_weight and left is Layout.TENSOR else read[0]
     b = _turned(read[1]) if right is Layout.TENSOR else read[1]
@@ -286,7 +313,7 @@ def _in_backward(
 
 
 def _turned(quantized: Quantized) -> Quantized:
-    return Quantized(quantized.data.t(), quantized.scale)
+    return quantized._replace(data=quantized.data.t())
 
 
 def _refuse_transforms(*_: Any, **__: Any) -> NoReturn:

@@ -55,7 +55,7 @@ def test_sizes_that_keep_products_out_of_float8_are_told() -> None:
     rules = autocastfx.OpList.of({"float8": [{"ops": ["linear"], "recipe": "rowwise"}]})
     amp_model = autocastfx.convert(model, torch.ones(32, 64), dtype="bfloat16", op_list=["default", rules])
     found = autocastfx.lint(amp_model, "H100")
-    assert found.out_of_float8 == (("linear", "N", 100), ("linear_1", "K", 100))
+    assert found.out_of_float8 == (("linear", "N", 100, 16), ("linear_1", "K", 100, 16))
     assert "\nfloat8 takes multiples of 16; pad N of linear from 100 to 112, K of linear_1 from 100 to 112\n" in str(
         found
     )

@@ -106,6 +106,13 @@ def test_of_a_product_in_16_bits_float8_in_backward_changes_nothing() -> None:
     assert (emulated.in_float8, emulated.low, emulated.flops) == (False, False, 2 * 32 * 96 * 64)
 
 
+def test_blocks_have_a_byte_of_scale() -> None:
+    found, (m, n, k) = linear_in_float8(training=False, recipe="mxfp8"), (32, 96, 64)
+    read = (m + n) * (k + k // 32)
+    assert found["linear"] == Work(2 * m * n * k, read + 2 * m * n, ("float8_e4m3fn", "float8_e8m0fnu"))
+    assert not found["linear"].low, "no tensor cores are called"
+
+
 def test_a_gather_reads_what_it_gives() -> None:
     amp_model = autocastfx.convert(nn.Embedding(1000, 8), torch.zeros(5, dtype=torch.int64), dtype="float16")
     captured = amp_model.variants[0].captured

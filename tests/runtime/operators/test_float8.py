@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +34,11 @@ def spread(*size: int, seed: int = 0) -> Tensor:
 
 def operand(x: Tensor, layout: Layout, recipe: str) -> list[Tensor]:
     return list(quantize(x, layout.value, E4M3, RECIPES[recipe].power_of_two))
+
+
+def of_numbers(scale: Tensor, layout: Layout, width: int) -> Tensor:
+    """Scales, in float64, each beside what it is of."""
+    return scale.double().repeat_interleave(layout.block, 1)[:, :width] if layout.block else scale.double()
 
 
 def linear(
@@ -78,24 +84,81 @@ def test_what_is_quantised_is_the_nearest_number(layout: Layout, dtype: torch.dt
     x = spread(3, 16, 80)
     data, scale = quantize(x, layout.value, dtype, power_of_two)
     matrix = x.reshape(48, 80).double()
-    given = matrix.t() if layout is Layout.COLUMNS else matrix
-    assert (data.dtype, data.shape, scale.dtype) == (dtype, given.shape, torch.float32)
-    assert scale.shape == (() if layout is Layout.TENSOR else (len(given), 1))
+    given = matrix.t() if layout.is_turned else matrix
+    assert (data.dtype, data.shape, scale.dtype) == (dtype, given.shape, layout.scales)
+    parts = -(-given.shape[1] // layout.block) if layout.block else 1
+    assert scale.shape == (() if layout is Layout.TENSOR else (len(given), parts))
     assert data.is_contiguous()
     relative, between = HALF[dtype]
-    bound = torch.maximum(relative * given.abs(), between / scale.double())
-    assert ((data.double() / scale.double() - given).abs() <= bound * (1 + 1e-6)).all()
-    largest, most = data.double().abs().amax(None if layout is Layout.TENSOR else 1), torch.finfo(dtype).max
+    most, each = torch.finfo(dtype).max, of_numbers(scale, layout, given.shape[1])
+    given = (given * each).clamp(-most, most) / each if layout.block else given  # MX clamps, by its specification
+    bound = torch.maximum(relative * given.abs(), between / each)
+    assert ((data.double() / each - given).abs() <= bound * (1 + 1e-6)).all()
+    blocks = data.double().abs().split(layout.block or given.shape[1], 1)
+    largest = data.double().abs().amax() if layout is Layout.TENSOR else torch.stack([b.amax(1) for b in blocks])
     assert ((largest > most / 2 - 1) & (largest <= most)).all(), "nothing overflows, and the range is used"
-    if power_of_two:
-        assert (scale.log2() % 1 == 0).all()
+    if power_of_two or layout.block:
+        assert (scale.double().log2() % 1 == 0).all()
+
+
+def block_by_hand(numbers: list[float]) -> tuple[list[float], float]:
+    """What MXFP8 keeps of a block, and its scale, number by number: sections 5.1 and 6.3 of the specification."""
+    shared = max(math.frexp(max(map(abs, numbers)))[1] - 1 - 8, -126)
+    kept: list[float] = []
+    for number in numbers:
+        scaled = math.ldexp(number, -shared)  # exact in float64
+        digit = 2.0 ** (max(math.frexp(scaled)[1] - 1, -6) - 3)  # the distance of neighbours in e4m3
+        kept.append(max(-448.0, min(448.0, round(scaled / digit) * digit)))  # half to even, as Python rounds
+    return kept, 2.0**shared
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float16, torch.float32])
+def test_blocks_are_those_of_the_specification(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    digits = torch.rand(40, 32, generator=random) + 1
+    powers = torch.randint(-9, 9, (40, 32), generator=random) + torch.linspace(-140, 118, 40).round().int()[:, None]
+    x = torch.ldexp(digits, powers if dtype is not torch.float16 else powers.clamp(-24, 14)).to(dtype)
+    x[::2] *= -1
+    x[:, 0] = torch.cat([x[:20, 0], -x[20:, 0]])
+    for layout, given in (("blocks", x), ("column_blocks", x.t())):
+        data, scale = quantize(given, layout, E4M3, True)
+        for row, found, of in zip(x.tolist(), data.double().tolist(), scale[:, 0].double().tolist(), strict=True):
+            assert (found, 1 / of) == block_by_hand(row)
+
+
+SPECIAL: dict[str, tuple[list[float], Callable[[Tensor], bool]]] = {
+    "zeros": ([0.0, -0.0], lambda block: not block.any()),
+    "subnormal": ([1e-40, -3e-45, 2.0**-130], lambda block: bool(((block - SUBNORMAL).abs() <= 2.0**-136).all())),
+    "inf": ([torch.inf, 1.0], lambda block: block[0] == torch.inf and not block[1:].any()),
+    "minus inf": ([-torch.inf, 2.0**120], lambda block: block[0] == -torch.inf and block[1] == 2.0**120),
+    "nan": ([torch.nan, 1.0], lambda block: bool(block.isnan().all())),
+    "nan and inf": ([torch.inf, torch.nan], lambda block: bool(block.isnan().all())),
+    "largest": (
+        [torch.finfo(torch.float32).max, 2.0**127],
+        lambda block: block[:2].tolist() == [1.75 * 2.0**127, 2.0**127],
+    ),
+}
+SUBNORMAL = torch.tensor([1e-40, -3e-45, 2.0**-130, *[0.0] * 29])
+
+
+@pytest.mark.parametrize(("numbers", "fits"), SPECIAL.values(), ids=list(SPECIAL))
+def test_a_block_of_special_numbers_changes_no_other(numbers: list[float], fits: Callable[[Tensor], bool]) -> None:
+    plain = spread(4, 96).float()
+    x = plain.clone()
+    x[1, 32:64] = torch.tensor([*numbers, *[0.0] * (32 - len(numbers))])
+    found, untouched = (
+        float8._restored(float8.Quantized(*quantize(t, "blocks", E4M3, True), Layout.BLOCKS)) for t in (x, plain)
+    )
+    assert fits(found[1, 32:64]), found[1, 32:64]
+    found[1, 32:64] = untouched[1, 32:64]
+    assert torch.equal(found, untouched)
 
 
 def test_zeros_stay_zeros_and_nothing_is_quantised() -> None:
     for layout in Layout:
         data, scale = quantize(torch.zeros(4, 32, dtype=LOW), layout.value, E4M3, True)
         assert (data.float() == 0).all()
-        assert scale.isfinite().all()
+        assert scale.float().isfinite().all()
         data, scale = quantize(torch.zeros(0, 32, dtype=LOW), layout.value, E4M3, True)
         assert data.numel() == 0
 
@@ -129,8 +192,9 @@ def test_each_product_is_that_of_the_float8_numbers(recipe: str, emulate: bool) 
         matrix = t.reshape(-1, t.shape[-1])
         if layout is None:
             return matrix.double()
-        data, scale = (part.double() for part in quantize(t, layout.value, dtype, kind.power_of_two))
-        return (data / scale).t() if layout is Layout.COLUMNS else data / scale
+        data, scale = quantize(t, layout.value, dtype, kind.power_of_two)
+        plain = data.double() / of_numbers(scale, layout, data.shape[1])
+        return plain.t() if layout.is_turned else plain
 
     output, of_input, of_weight = (kind.layouts.get(product, (None, None)) for product in Product)
     exact = [
@@ -202,7 +266,8 @@ def test_an_inf_or_nan_stays_visible(recipe: str, number: float, emulate: bool) 
             else:
                 assert part.isnan().all() or not part.isfinite().any()
         if name != "gradient":
-            assert output.isnan().any(), "never Inf, nor a number"
+            may_be_inf = recipe == "mxfp8" and number != torch.nan  # by its specification
+            assert (~output.isfinite() if may_be_inf else output.isnan()).any(), "never a number"
 
 
 def test_backward_keeps_one_byte_for_a_number() -> None:
@@ -212,6 +277,8 @@ def test_backward_keeps_one_byte_for_a_number() -> None:
     assert saved_bytes(lambda: linear(x, weight, products=("output",))) == 2 * (32 * 64 + 48 * 64)
     assert saved_bytes(lambda: linear(x.detach(), weight)) == 32 * 64 + 4 * 64, "no gradient of the input is asked for"
     assert saved_bytes(lambda: linear(x, weight.detach())) == 48 * 64 + 4 * 64
+    in_blocks = 32 * 64 + 64 + 48 * 64 + 2 * 64  # a byte for each block of 32, of which 48 rows have two
+    assert saved_bytes(lambda: linear(x, weight, recipe="mxfp8")) == in_blocks
 
 
 def test_a_second_derivative_is_refused_by_name() -> None:
