@@ -613,7 +613,7 @@ def test_the_product_of_a_distance_is_float32(x: torch.Tensor) -> None:
         return x.pow(2).sum(-1, keepdim=True) - 2 * (x @ x.mT) + x.pow(2).sum(-1)
 
     decision = plan_of(distances, x)["matmul"].decision
-    assert decision.source == "forced:distance"
+    assert decision.source == "forced:cancellation"
     assert decision.reason == "is taken from the squares of its own operands (pow_1): a small difference"
 
 
