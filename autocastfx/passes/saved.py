@@ -21,7 +21,7 @@ from autocastfx.graph.sizes import concrete_sizes
 from autocastfx.passes.analysis.min_cut import Term, cheapest
 from autocastfx.passes.analysis.units import listed_category, only_moves
 from autocastfx.passes.state import Classification
-from autocastfx.plan.plan import CANCELLATION, ForcedByNumbers, PlannedSaved, SavedSize
+from autocastfx.plan.plan import CANCELLATION, Forced, PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category
@@ -237,7 +237,7 @@ class _Choice:
             node: one.reason or "it needs all digits"
             for node, one in self.known.decisions.items()
             if one.source in asked
-            or isinstance(one.source, ForcedByNumbers)
+            or (isinstance(one.source, Forced) and one.source.by_numbers)
             or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
         }
         for node in reversed(self.graph.nodes):  # what the list itself puts in float32 has no other reason there

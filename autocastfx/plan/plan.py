@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -224,26 +225,24 @@ class Forced(str):
     """A reason that decides a node whatever op lists say: its name in plans, and what a person can do about it."""
 
     remedy: str
+    by_numbers: bool  # that 16 bits would round, or cannot hold
 
-    def __new__(cls, name: str, remedy: str = "") -> Forced:
-        """The reason of this name, without its remedy in a plan that was read from a text."""
+    def __new__(cls, name: str, remedy: str = "", *, by_numbers: bool = False) -> Forced:
+        """The reason of this name; in a plan that was read from a text it has no more than that."""
         reason = super().__new__(cls, name)
-        reason.remedy = remedy
+        reason.remedy, reason.by_numbers = remedy, by_numbers
         return reason
 
 
-class ForcedByNumbers(Forced):
-    """One for the sake of numbers that 16 bits would round, or cannot hold."""
-
-
+forced_by_numbers = partial(Forced, by_numbers=True)
 # Those that reports and several passes ask for; the others stand beside their checks, in ``passes/decide/``.
-WIDE = ForcedByNumbers(
+WIDE = forced_by_numbers(
     "forced:wide", "the values it reads are too large for the dtype: scale them in the model, or use bfloat16"
 )
-EPSILON = ForcedByNumbers(
+EPSILON = forced_by_numbers(
     "forced:epsilon", "the number stands in the model's code: use a larger one there, or bfloat16"
 )
-CANCELLATION = ForcedByNumbers(
+CANCELLATION = forced_by_numbers(
     "forced:cancellation",
     "compute the difference without its large terms in the model (torch.cdist, torch.var), or set run to low in an "
     "edited plan",

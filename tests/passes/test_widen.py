@@ -418,7 +418,7 @@ def _drop(name: str) -> Callable[[Any], None]:
 
 def _replan(state: Any) -> Any:
     exp = next(n for n in state.raised if n.name == "exp")
-    return replace(state, raised={**state.raised, exp: (torch.bfloat16,)})
+    return replace(state, widened={**state.widened, exp: (torch.bfloat16,)})
 
 
 @pytest.mark.parametrize(

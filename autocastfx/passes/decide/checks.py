@@ -39,7 +39,7 @@ from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_
 from autocastfx.passes.decide.demands import Demands, cancellations, offsets
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan import plan
-from autocastfx.plan.plan import EPSILON, NO_SOURCE, Decision, Forced, ForcedByNumbers
+from autocastfx.plan.plan import EPSILON, NO_SOURCE, Decision, Forced, forced_by_numbers
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
@@ -307,16 +307,16 @@ TENSOR_CLASS = Forced(
 )
 DTYPE = Forced("forced:dtype", "the call names its dtype itself: remove that in the model")
 NO_KERNEL = Forced("forced:no-kernel", "the device cannot run it in 16 bits: nothing but another device changes it")
-RANGE = ForcedByNumbers(
+RANGE = forced_by_numbers(
     "forced:range",
     "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use bfloat16",
 )
-WHOLE = ForcedByNumbers(
+WHOLE = forced_by_numbers(
     "forced:whole",
     "the numbers are too large for 16 bits to tell them apart: scale them in the model, or set run to low in an edited "
     "plan",
 )
-CONSTANT = ForcedByNumbers("forced:constant", "the number stands in the model's code: use a smaller one there")
+CONSTANT = forced_by_numbers("forced:constant", "the number stands in the model's code: use a smaller one there")
 
 CHECKS = (
     Check(Case.is_border, plan.SUB_GRAPH, Category.KEEP, binds=True),

@@ -16,7 +16,7 @@ from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import STORED, Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.passes.analysis.exact_numbers import SCALES, HeldValues, is_second_power
 from autocastfx.passes.analysis.units import Ports, behind_moves, is_size, listed_category, only_moves
-from autocastfx.plan.plan import CANCELLATION, EPSILON, NO_SOURCE, Decision, Forced, ForcedByNumbers
+from autocastfx.plan.plan import CANCELLATION, EPSILON, NO_SOURCE, Decision, Forced, forced_by_numbers
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, Rule
@@ -246,7 +246,7 @@ class _Moments:
         return self.facts.reduces.get(base_name(op_name(node)), "elements") != "elements"
 
 
-UPDATE = ForcedByNumbers(
+UPDATE = forced_by_numbers(
     "forced:update", "a buffer takes what is computed here, in float32: set run to low in an edited plan"
 )
 _FREE = tuple(category for category in Category if category.is_free)

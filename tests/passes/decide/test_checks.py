@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from autocastfx.graph.names import op_name
 from autocastfx.passes.decide import checks, demands, widening
 from autocastfx.passes.decide.checks import CHECKS, Case, Check, Classifier
 from autocastfx.plan import plan
-from autocastfx.plan.plan import Forced, ForcedByNumbers
+from autocastfx.plan.plan import Forced
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
@@ -45,8 +46,11 @@ def test_a_reason_is_its_name_and_reads_back() -> None:
         assert reason == str(reason)
         assert plan._source(str(reason)) == reason
         assert isinstance(plan._source(str(reason)), Forced)
-    assert isinstance(REASONS["RANGE"], ForcedByNumbers)
-    assert not isinstance(REASONS["DTYPE"], ForcedByNumbers)
+        again = pickle.loads(pickle.dumps(reason))
+        assert (again, vars(again)) == (reason, vars(reason))
+    assert {n for n, reason in REASONS.items() if reason.by_numbers} == {
+        *("CONSTANT", "WIDE", "EPSILON", "RANGE", "WHOLE", "CANCELLATION", "UPDATE")
+    }
 
 
 MADE_UP = Forced("forced:made-up", "nothing")
