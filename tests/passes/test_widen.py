@@ -417,7 +417,7 @@ def _drop(name: str) -> Callable[[Any], None]:
 
 
 def _replan(state: Any) -> Any:
-    exp = next(n for n in state.raised if n.name == "exp")
+    exp = next(n for n in state.widened if n.name == "exp")
     return replace(state, widened={**state.widened, exp: (torch.bfloat16,)})
 
 
@@ -444,7 +444,7 @@ def test_the_pass_run_twice_changes_nothing_more(monkeypatch: pytest.MonkeyPatch
 
     def again(state: Any) -> None:
         found.append(str(state.graph))
-        planned = WidenedDtypes(state.placements, state.dtypes, state.raised, torch.bfloat16)
+        planned = WidenedDtypes(state.placements, state.dtypes, state.widened, torch.bfloat16)
         insert_casts(state.graph, planned, CastStyle("rewrite", torch.bfloat16))
         found.append(str(state.graph))
 
