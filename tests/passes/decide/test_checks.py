@@ -41,6 +41,12 @@ def test_each_reason_but_those_of_other_nodes_has_a_check() -> None:
     assert {check.forces for check in CHECKS} == {None, *REASONS.values()} - {demands.UPDATE, widening.STAYS_LOW}
 
 
+def test_what_binds_whoever_asks_and_what_is_no_end() -> None:
+    binding = {"sub-graph", "eligibility"} | {f"forced:{n}" for n in ("tensor-class", "dtype", "no-kernel", "constant")}
+    assert {str(check.forces) for check in CHECKS if check.binds} == binding | {"forced:user-cast"}
+    assert [check.look for check in CHECKS if check.goes_on] == [Case.is_square, Case.is_small_product]
+
+
 def test_a_reason_is_its_name_and_reads_back() -> None:
     for reason in REASONS.values():
         assert reason == str(reason)
