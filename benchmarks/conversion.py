@@ -38,7 +38,7 @@ from autocastfx.graph.node import set_value, tensors
 from autocastfx.passes import pipeline
 from autocastfx.passes.analysis.place_cheaply import place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
-from autocastfx.passes.classify import Classifier
+from autocastfx.passes.decide.checks import Classifier
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Decision, Placement, Precision

@@ -18,7 +18,7 @@ from autocastfx.passes.align import Align
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once, fixed_facts
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.place_cheaply import CAST
-from autocastfx.passes.classify import Classify
+from autocastfx.passes.decide.checks import Classify
 from autocastfx.passes.float8 import UseFloat8, check_float8
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, StoreWeights
 from autocastfx.passes.place import Placer
@@ -241,8 +241,8 @@ def _planned_node(
     after = tuple(dtype(placement.store) if d == torch.float32 else d for d in captured)
     if state.followed is not None:
         after = state.followed.dtypes[node]
-    elif state.raised is not None:
-        after = state.raised[node]
+    elif state.widened is not None:
+        after = state.widened[node]
     return PlannedNode(
         name=prefix + node.name,
         op=state.ops[node],

@@ -13,6 +13,7 @@ from autocastfx.passes.analysis.min_cut import Term
 from autocastfx.passes.analysis.node_errors import equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import Folding, bytes_moved, is_read_low, lower_views, place_cheaply
 from autocastfx.passes.analysis.units import Unit, Units, units_of
+from autocastfx.passes.decide.checks import RANGE
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Traffic, Why
 from autocastfx.policy.rule import Category
@@ -145,7 +146,7 @@ class Placer(Pass):
             return state
         reason = f"a measured value is beyond {self.settings.low_name}'s range"
         decisions = {
-            node: Decision(Category.DENY, reason, Forced.RANGE)
+            node: Decision(Category.DENY, reason, RANGE)
             for node, effect in state.errors.effects.items()
             if effect.overflows and node in classification.decisions and not self._is_hard(node, classification)
         }

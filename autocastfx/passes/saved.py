@@ -21,7 +21,7 @@ from autocastfx.graph.sizes import concrete_sizes
 from autocastfx.passes.analysis.min_cut import Term, cheapest
 from autocastfx.passes.analysis.units import listed_category, only_moves
 from autocastfx.passes.state import Classification
-from autocastfx.plan.plan import Forced, PlannedSaved, SavedSize
+from autocastfx.plan.plan import CANCELLATION, Forced, PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category
@@ -31,8 +31,6 @@ from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
 _DEEPEST = 6  # ops that run again one after the other: a residual stream is else summed up anew at each of its norms
-# The rules whose reason is numbers that 16 bits would round, or cannot hold.
-_OF_NUMBERS = (Forced.CONSTANT, Forced.WIDE, Forced.EPSILON, Forced.RANGE, Forced.WHOLE, Forced.DISTANCE, Forced.UPDATE)
 
 
 @dataclass
@@ -234,14 +232,16 @@ class _Choice:
 
     def _exact(self, any_size: Mapping[fx.Node, fx.Node]) -> dict[fx.Node | None, str]:
         """Why values may not be rounded: themselves, or for ops that read them and run in float32 for numbers' sake."""
-        asked = {*_OF_NUMBERS, *(one.source for one in self.op_list.demands if one.source is not None)}
+        asked = {one.source for one in self.op_list.demands if one.source is not None}
         reasons = {
             node: one.reason or "it needs all digits"
             for node, one in self.known.decisions.items()
-            if one.source in asked or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
+            if one.source in asked
+            or (isinstance(one.source, Forced) and one.source.by_numbers)
+            or (one.category is Category.DENY and self.op_list.demand(op_name(node)) is not None)
         }
         for node in reversed(self.graph.nodes):  # what the list itself puts in float32 has no other reason there
-            if node in reasons and self.known.decisions[node].source is Forced.DISTANCE:
+            if node in reasons and self.known.decisions[node].source == CANCELLATION:
                 denied = (n for n in node.all_input_nodes if n not in reasons and self._is_denied(n))
                 reasons.update(dict.fromkeys(denied, reasons[node]))
         exact = {self.saves.root(n): f"{start.name} may hold numbers of any size" for n, start in any_size.items()}

@@ -122,7 +122,7 @@ class State:
         parameter_ids: all parameters, likewise.
         followed: how torch.autocast runs the graph, where that is the plan.
         float8: what of the matrix products runs in float8, if the list has rules on that.
-        raised: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
+        widened: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
         planned: gives what a state's placements mean in dtypes, once casts are put in.
         prefix: of the names of its nodes in the plan.
         recomposed: nodes that stand for captured ones.
@@ -143,7 +143,7 @@ class State:
     parameter_ids: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
     float8: Mapping[fx.Node, PlannedFloat8] = field(default_factory=dict)
-    raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
+    widened: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
     planned: Callable[[State], PlannedDtypes] | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()

@@ -10,11 +10,11 @@ from torch import fx
 
 from autocastfx.graph.alias import alias_sets, seen_by_functions
 from autocastfx.graph.node import Use, argument, is_member, set_argument, tensors, value
-from autocastfx.passes.analysis.widening import Widener
 from autocastfx.passes.casts import CastStyle, PlannedDtypes, insert_casts
+from autocastfx.passes.decide.widening import STAYS_LOW, Widener
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.edited_plan import Obeyed
-from autocastfx.plan.plan import Decision, Forced, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.rule import Category
 
 # Decides which nodes of a 16-bit model run in float32: those that the lists deny. Pure: no edge is touched.
@@ -49,14 +49,14 @@ class WidenNodes(Pass):
             for node, dtypes in state.dtypes.items()
         }
         return replace(
-            state, classification=Classification(decisions, frozenset()), placements=placements, raised=after
+            state, classification=Classification(decisions, frozenset()), placements=placements, widened=after
         )
 
 
 def _pinned(node: fx.Node, obeyed: Obeyed) -> Decision:
     """The decision from which the placement follows that the plan's line asks for."""
     line, decision, usual = obeyed.lines[node], obeyed.decisions[node], obeyed.usual[node]
-    if decision.source is Forced.STAYS_LOW or is_member(node) or not tensors(node):
+    if decision.source == STAYS_LOW or is_member(node) or not tensors(node):
         return decision
     if line.moves(usual):
         is_raised = (line.run or usual.run) is Precision.FLOAT32
@@ -117,5 +117,5 @@ class InsertWidenings(Pass):
         return replace(state, planned=self._planned)
 
     def _planned(self, state: State) -> WidenedDtypes:
-        widened, keeps = state.raised or {}, self.settings.keep_output_dtype
+        widened, keeps = state.widened or {}, self.settings.keep_output_dtype
         return WidenedDtypes(state.placements, state.dtypes, widened, self.settings.low, keeps)

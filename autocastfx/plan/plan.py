@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -220,29 +221,35 @@ class Precision(str, Enum):
         return {Precision.LOW: 2}.get(self, 4)
 
 
-class Forced(str, Enum):
-    """A rule that decides a node whatever op lists say."""
+class Forced(str):
+    """A reason that decides a node whatever op lists say: its name in plans, and what a person can do about it."""
 
-    CONSTANT = "forced:constant"  # a number in the graph is beyond the dtype's range
-    WIDE = "forced:wide"  # it reads values beyond the dtype's range
-    EPSILON = "forced:epsilon"  # a small number would become zero
-    USER_CAST = "forced:user-cast"  # the model casts here itself
-    DTYPE = "forced:dtype"  # the call names a dtype
-    NO_KERNEL = "forced:no-kernel"  # the device has no 16-bit kernel
-    TENSOR_CLASS = "forced:tensor-class"  # the class of a tensor that it reads takes no other dtype
-    RANGE = "forced:range"  # measured values do not fit
-    WHOLE = "forced:whole"  # whole numbers that 16 bits do not tell apart
-    DISTANCE = "forced:distance"  # a small difference of large values, and its products
-    UPDATE = "forced:update"  # it computes the next contents of a buffer
-    NOT_FLOAT32 = "eligibility"  # no float32 value is at stake
-    STAYS_LOW = "forced:stays-low"  # of a 16-bit model: it cannot be raised to float32
-    SUB_GRAPH = "sub-graph"  # values cross a sub-graph's border as captured
+    remedy: str
+    by_numbers: bool  # that 16 bits would round, or cannot hold
 
-    def __str__(self) -> str:
-        return self.value
+    def __new__(cls, name: str, remedy: str = "", *, by_numbers: bool = False) -> Forced:
+        """The reason of this name; in a plan that was read from a text it has no more than that."""
+        reason = super().__new__(cls, name)
+        reason.remedy, reason.by_numbers = remedy, by_numbers
+        return reason
 
 
-_FORCED: Mapping[str, Forced] = {forced.value: forced for forced in Forced}
+forced_by_numbers = partial(Forced, by_numbers=True)
+# Those that reports and several passes ask for; the others stand beside their checks, in ``passes/decide/``.
+WIDE = forced_by_numbers(
+    "forced:wide", "the values it reads are too large for the dtype: scale them in the model, or use bfloat16"
+)
+EPSILON = forced_by_numbers(
+    "forced:epsilon", "the number stands in the model's code: use a larger one there, or bfloat16"
+)
+CANCELLATION = forced_by_numbers(
+    "forced:cancellation",
+    "compute the difference without its large terms in the model (torch.cdist, torch.var), or set run to low in an "
+    "edited plan",
+)
+USER_CAST = Forced("forced:user-cast", "the model casts here itself: remove the cast in the model")
+NOT_FLOAT32 = Forced("eligibility", "only float32 values are ever cast: there is none here, or it is made here")
+SUB_GRAPH = Forced("sub-graph", "values cross the border of a sub-graph as captured: nothing changes it")
 UNLISTED = KeyPath("unlisted")  # the source of a decision on an op that no list names
 NO_SOURCE = KeyPath("list")  # of one by a rule that was made in Python, with no place of its own
 
@@ -534,8 +541,8 @@ def check_version(version: object) -> None:
 
 def _source(text: str) -> TextPlace | Forced:
     """The source whose text is ``text``."""
-    if text in _FORCED:
-        return _FORCED[text]
+    if re.fullmatch(rf"forced:[\w-]+|{NOT_FLOAT32}|{SUB_GRAPH}", text):
+        return Forced(text)
     place = re.fullmatch(r"(.+):(\d+):(\d+)", text)
     return Source(place[1], int(place[2]), int(place[3])) if place is not None else KeyPath(*text.split(":", 1))
 

@@ -16,27 +16,6 @@ from autocastfx.report.view import Row
 if TYPE_CHECKING:
     import networkx as nx
 
-# What a person can do about a rule that no list overrides.
-_ADVICE = {
-    Forced.CONSTANT: "the number stands in the model's code: use a smaller one there",
-    Forced.WIDE: "the values it reads are too large for the dtype: scale them in the model, or use bfloat16",
-    Forced.EPSILON: "the number stands in the model's code: use a larger one there, or bfloat16",
-    Forced.USER_CAST: "the model casts here itself: remove the cast in the model",
-    Forced.DTYPE: "the call names its dtype itself: remove that in the model",
-    Forced.NO_KERNEL: "the device cannot run it in 16 bits: nothing but another device changes it",
-    Forced.TENSOR_CLASS: "its tensor cannot be cast: nothing but a weight of another class changes it",
-    Forced.RANGE: "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
-    "bfloat16",
-    Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or set run "
-    "to low in an edited plan",
-    Forced.DISTANCE: "compute the difference without its large terms in the model (torch.cdist, torch.var), or set run "
-    "to low in an edited plan",
-    Forced.UPDATE: "a buffer takes what is computed here, in float32: set run to low in an edited plan",
-    Forced.NOT_FLOAT32: "only float32 values are ever cast: there is none here, or it is made here",
-    Forced.STAYS_LOW: "what it does has no float32 form here: change the model's code, or convert the float32 model",
-    Forced.SUB_GRAPH: "values cross the border of a sub-graph as captured: nothing changes it",
-}
-
 
 @dataclass(frozen=True)
 class Reason:
@@ -147,13 +126,13 @@ class Reasons:
         if node.module and not is_narrow(node):
             ways.insert(0, f"under modules the rule {{path: {node.module}, category: {wanted}}}")
         if isinstance(source, Forced):
-            return _ADVICE[source]
+            return source.remedy
         if node.placement.because.why is Why.SHARES_STORAGE:
             return "give what it writes into 16 bits in the model"
         if line is not None:
             return f"set run to {wanted} at {line}, in the plan given to convert"
         if cause is not None and isinstance(cause.decision.source, Forced):
-            advice = _ADVICE[cause.decision.source]
+            advice = cause.decision.source.remedy
             return f"{cause.name} draws it to float32, and {advice}; or {'; or '.join(ways)}"
         if cause is not None:
             ways.insert(0, f"{cause.op}, which draws it to float32, under infer or allow")

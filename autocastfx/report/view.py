@@ -34,8 +34,9 @@ from autocastfx.graph.node import (
 )
 from autocastfx.graph.walk import Key
 from autocastfx.plan.plan import (
+    NOT_FLOAT32,
+    USER_CAST,
     Decision,
-    Forced,
     Plan,
     PlannedCast,
     PlannedCopy,
@@ -328,7 +329,7 @@ class Row:
         if self.planned is None:
             return False
         source = self.planned.decision.source
-        return source == Forced.USER_CAST or (source == Forced.NOT_FLOAT32 and self.op in _CASTS)
+        return source == USER_CAST or (source == NOT_FLOAT32 and self.op in _CASTS)
 
 
 _MOUNTED = re.compile(r"^_variants_*\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant

@@ -91,6 +91,25 @@ assert "its category is narrow" in autocastfx.explain(amp_model, "linear"), auto
 rules.save("narrow.yaml")
 assert main(["lists", "check", "narrow.yaml"]) == 0
 """
+REASON = """
+import torch, autocastfx
+from torch import nn
+class Quantiles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.erfinv(torch.tanh(self.layer(x)))
+rules = autocastfx.OpList.of({"infer": ["erfinv"]}, name="mine")
+amp_model = autocastfx.convert(Quantiles(), (torch.ones(2, 8),), dtype="float16", op_list=["default", rules])
+plan = amp_model.plan
+assert str(plan["erfinv"].decision) == "deny, steep at its ends (forced:quantile)", plan["erfinv"]
+assert autocastfx.Plan.from_json(plan.to_json()) == plan
+assert "steep at its ends (forced:quantile)" in autocastfx.dump(amp_model)
+assert "change it: clamp what it reads away from its ends, in the model." in autocastfx.explain(amp_model, "erfinv")
+autocastfx.dump(amp_model, "graph.html", format="html")
+assert "forced:quantile" in open("graph.html", encoding="utf-8").read()
+"""
 REPAIR = """
 import torch, autocastfx
 from torch import nn
@@ -122,6 +141,7 @@ assert "matmul" in autocastfx.dump(model) and "clamp_min" in autocastfx.dump(mod
         ("precision", PRECISION, 4),
         ("category", CATEGORY, 3),
         ("repair", REPAIR, 1),
+        ("reason", REASON, 1),
     ],
 )
 def test_it_takes_few_files_of_code(patch: str, script: str, files: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and the tables of op lists."""
+"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and the tables of words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def main() -> None:
         print(kept_lint(name))
     DECODERS.write_text(attentions(), encoding="utf-8")
     print(DECODERS)
-    OP_LISTS.write_text(filled(OP_LISTS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (OP_LISTS, PLACEMENT):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     for page in (
         README,
         OP_LISTS,

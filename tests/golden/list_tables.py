@@ -1,13 +1,15 @@
-"""The tables of docs/op-lists.md, made of the words that the parser takes.
+"""Tables of the documentation, made of the words of the package: of op lists, of those that the parser takes.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from autocastfx.passes.decide.checks import CHECKS
 from autocastfx.policy import read_rules
 from autocastfx.policy.float8 import RECIPES
 from autocastfx.policy.op_list import KEYS
@@ -46,6 +48,23 @@ TABLES: Mapping[str, str] = {
 }
 
 
+def _reasons() -> str:
+    """What is looked for under each reason, in the order of the checks, and what a person can do about it."""
+    checks = [check for check in CHECKS if check.forces is not None]
+    rows = (
+        f"| `{check.forces}` | {check.category} | {_first_sentence(check.look)} | {check.forces.remedy} |"
+        for check in checks
+    )
+    return "\n".join(("| reason | category | a node has it if | what to do |", "|---|---|---|---|", *rows))
+
+
+def _first_sentence(function: Callable[..., object]) -> str:
+    return inspect.getdoc(function).partition("\n")[0].removesuffix(".")
+
+
+OTHER_TABLES: Mapping[str, str] = {"reasons": _reasons()}
+
+
 def names(markdown: str) -> list[str]:
     """The tables that ``markdown`` has a place for, in order."""
     return _TABLE.findall(markdown)
@@ -54,5 +73,6 @@ def names(markdown: str) -> list[str]:
 def filled(markdown: str) -> str:
     """``markdown`` with each of its tables as the parser's words give it."""
     return _TABLE.sub(
-        lambda match: f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]]}\n\n<!-- end of table -->", markdown
+        lambda match: f"<!-- table: {match[1]} -->\n\n{(TABLES | OTHER_TABLES)[match[1]]}\n\n<!-- end of table -->",
+        markdown,
     )

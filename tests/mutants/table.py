@@ -39,7 +39,8 @@ _OTHERS = "test_conversion.py"
 _VARIANTS = ("runtime/test_module_protocol.py", "capture/test_python_state.py", _OTHERS)
 
 ALSO: dict[str, tuple[str, ...]] = {
-    "passes/classify.py": (
+    "passes/decide/checks.py": (
+        "passes/decide/test_classify.py",
         "graph/test_product.py",
         "passes/analysis/test_masks.py",
         "policy/test_match.py",
@@ -92,8 +93,8 @@ ALSO: dict[str, tuple[str, ...]] = {
         "invariants/test_islands.py",
         "passes/analysis/test_folding.py",
     ),
-    "passes/analysis/widening.py": ("passes/test_widen.py",),
-    "passes/analysis/demands.py": ("passes/analysis/test_cancellations.py",),
+    "passes/decide/widening.py": ("passes/test_widen.py",),
+    "passes/decide/demands.py": ("passes/decide/test_cancellations.py",),
     "passes/analysis/units.py": (
         "runtime/operators/test_cross_entropy_loss.py",
         "passes/analysis/test_place_simply.py",
@@ -105,15 +106,15 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/analysis/test_ports.py",
     ),
     "passes/analysis/exact_numbers.py": (
-        "passes/test_classify.py",
-        *("passes/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
+        "passes/decide/test_classify.py",
+        *("passes/decide/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
         *("passes/analysis/test_whole_numbers.py", *_AUTOCAST),
-        "passes/analysis/test_demands.py",
+        "passes/decide/test_demands.py",
         "passes/analysis/test_whole_numbers.py",
         "passes/analysis/test_distances.py",
     ),
     "passes/analysis/value_ranges.py": (
-        "passes/test_classify.py",
+        "passes/decide/test_classify.py",
         "invariants/test_masks.py",
         "test_calibration.py",
         "passes/analysis/test_masks.py",
@@ -143,7 +144,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_reachable.py",
     ),
     "graph/sizes.py": (
-        "passes/test_classify.py",
+        "passes/decide/test_classify.py",
         "graph/test_abstract_values.py",
         "graph/test_any_size.py",
         "graph/test_product.py",

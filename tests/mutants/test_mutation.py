@@ -77,7 +77,7 @@ def test_a_seed_draws_the_same_and_spreads_it_over_the_modules() -> None:
 
 def test_the_mirror_of_a_module_is_its_first_test() -> None:
     assert all(list(PACKAGE.glob(pattern)) for pattern in MODULES)
-    assert concerned("passes/classify.py", TESTS)[0] == TESTS / "passes" / "test_classify.py"
+    assert concerned("passes/decide/checks.py", TESTS)[0] == TESTS / "passes" / "decide" / "test_checks.py"
     assert all(path.is_file() for name in modules(PACKAGE) for path in concerned(name, TESTS))
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import OpList
-from autocastfx.passes import classify
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers
 from autocastfx.passes.analysis.value_ranges import Limit
-from autocastfx.passes.classify import Classifier
+from autocastfx.passes.decide import checks
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
 from benchmarks import corpus
@@ -198,8 +197,8 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr("autocastfx.passes.analysis.place_cheaply._widening", lambda *_, **__: iter(()))
     elif point == "parameters":
         patch.setattr(
-            "autocastfx.passes.analysis.place_cheaply._spared",
-            lambda units, _: {u for u in units if u.category is Category.INFER},
+            "autocastfx.passes.analysis.place_cheaply._narrowed_anyway",
+            lambda units, *_, **__: {u for u in units if u.category is Category.INFER},
         )
     elif point == "shape":
         return {"op_list": ["default", OpList.of({"product_depth": None})]}
@@ -209,17 +208,17 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     elif point == "whole numbers":
         patch.setattr(WholeNumbers, "of", lambda *_: WholeNumbers({}, frozenset()))
     elif point == "distances":
-        patch.setattr(classify, "distance_products", lambda *_: {})
+        patch.setattr(checks, "distance_products", lambda *_: {})
     elif point == "sums":
         return {"op_list": ["default", OpList.of({"promote": ["index_add", "scatter_add", "scatter_reduce"]})]}
     elif point == "small differences":
-        patch.setattr(classify, "cancellations", lambda *_: {})
+        patch.setattr(checks, "cancellations", lambda *_: {})
     elif point == "first values":
         patch.setattr("autocastfx.capture.masks._widens", lambda zeros, total: False)
     elif point == "squares":
-        patch.setattr(Classifier, "_square", lambda self, node, listed: listed)
+        patch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.look != checks.Case.is_square))
     elif point == "islands":
-        patch.setattr(Classifier, "_island", lambda self, node: None)
+        patch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.look != checks.Case.is_island))
     return {}
 
 

@@ -18,7 +18,7 @@ from autocastfx.errors import BannedOpError, PlanError, VerifyError
 from autocastfx.passes import pipeline
 from autocastfx.passes.casts import CastStyle, insert_casts
 from autocastfx.passes.widen import WidenedDtypes
-from autocastfx.plan.plan import Cause, Forced, Placement, Precision, Why
+from autocastfx.plan.plan import Cause, Placement, Precision, Why
 from tests.helpers import heard, listing, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # the rules of all functions
@@ -223,7 +223,7 @@ def test_casts_of_the_model_stay_and_take_a_raised_value_unrounded() -> None:
     model, ids = Head().bfloat16().eval(), torch.arange(8)
     amp_model = autocastfx.convert(model, (ids,), op_list=["default", OpList.of({"deny": ["add"]})])
     plan = amp_model.plan
-    assert plan["to"].decision.source is Forced.USER_CAST
+    assert plan["to"].decision.source == "forced:user-cast"
     assert plan["to"].placement.as_stored == ("self",)
     assert plan["to_1"].placement.run is Precision.CAPTURED
     assert [(c.value, c.dtype) for c in plan.casts] == [("embedding", "float32")]
@@ -262,7 +262,7 @@ def test_a_call_that_names_its_dtype_stays_and_takes_a_raised_value_unrounded() 
         lambda w, x: (x @ w).exp().softmax(-1, dtype=torch.float32), rules={"deny": ["exp", "softmax"]}
     )
     assert [c.value for c in amp_model.plan.casts] == ["matmul"]
-    assert amp_model.plan["softmax"].decision.source is Forced.DTYPE
+    assert amp_model.plan["softmax"].decision.source == "forced:dtype"
     y = (X.bfloat16() @ Weighted(lambda w: w).bfloat16().weight).float().exp()
     assert torch.equal(amp_model(X.bfloat16()), y.softmax(-1))
 
@@ -293,7 +293,7 @@ def test_memory_that_is_written_into_stays_and_is_widened_anew_for_each_reader()
         return before + rows.log() @ w
 
     amp_model = converted(write, rules={"deny": ["exp", "log"]})
-    assert amp_model.plan["exp"].decision.source is Forced.STAYS_LOW
+    assert amp_model.plan["exp"].decision.source == "forced:stays-low"
     assert "shares memory that is written into" in autocastfx.explain(amp_model, "exp")
     assert "what it does has no float32 form here" in autocastfx.explain(amp_model, "exp")
     by_hand = Weighted(lambda w, x: x.exp().float().log().bfloat16() + (x.exp() + 1).float().log().bfloat16() @ w)
@@ -359,7 +359,7 @@ def only_16_bits() -> Iterator[Any]:
 def test_an_op_that_refuses_float32_stays_and_says_why(only_16_bits: Any) -> None:
     amp_model = converted(lambda w, x: only_16_bits(x @ w), rules={"deny": ["raising::only_16_bits"]})
     decision = amp_model.plan["only_16_bits"].decision
-    assert (decision.reason, decision.source) == ("it does not take float32: 16 bits only", Forced.STAYS_LOW)
+    assert (decision.reason, decision.source) == ("it does not take float32: 16 bits only", "forced:stays-low")
     assert not amp_model.plan.casts
 
 
@@ -417,8 +417,8 @@ def _drop(name: str) -> Callable[[Any], None]:
 
 
 def _replan(state: Any) -> Any:
-    exp = next(n for n in state.raised if n.name == "exp")
-    return replace(state, raised={**state.raised, exp: (torch.bfloat16,)})
+    exp = next(n for n in state.widened if n.name == "exp")
+    return replace(state, widened={**state.widened, exp: (torch.bfloat16,)})
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_the_pass_run_twice_changes_nothing_more(monkeypatch: pytest.MonkeyPatch
 
     def again(state: Any) -> None:
         found.append(str(state.graph))
-        planned = WidenedDtypes(state.placements, state.dtypes, state.raised, torch.bfloat16)
+        planned = WidenedDtypes(state.placements, state.dtypes, state.widened, torch.bfloat16)
         insert_casts(state.graph, planned, CastStyle("rewrite", torch.bfloat16))
         found.append(str(state.graph))
 

@@ -17,6 +17,9 @@ import autocastfx
 from autocastfx import Plan
 from autocastfx.errors import KeyPath, Source
 from autocastfx.plan.plan import (
+    NOT_FLOAT32,
+    SUB_GRAPH,
+    WIDE,
     Cause,
     Decision,
     Forced,
@@ -42,7 +45,7 @@ SOURCES = (
         st.integers(1),
     )
     | st.builds(KeyPath, st.sampled_from(("OpList", "plan", "unlisted", "list")), TEXT)
-    | st.sampled_from(Forced)
+    | st.sampled_from((WIDE, NOT_FLOAT32, SUB_GRAPH, Forced("forced:of-another-version")))
 )
 CAUSES = st.sampled_from(Why).flatmap(lambda why: st.builds(Cause, st.just(why), st.tuples(*[NAMES] * why.count("{}"))))
 DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, SOURCES)

@@ -13,9 +13,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx.passes.analysis.exact_numbers import forced_by_number
 from autocastfx.passes.analysis.units import PARAMETERS
+from autocastfx.passes.decide.checks import Case, Classifier
+from autocastfx.plan.plan import decision_by_list
 from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import OpList
 from autocastfx.policy.yaml_tree import is_known
 from autocastfx.runtime.operators.norms import layer_norm, rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls
@@ -169,9 +171,11 @@ def test_a_kernel_that_rounds_its_epsilon_runs_in_float32_where_that_would_be_lo
     x = graph.placeholder("x")
     for eps, device, is_forced in ((1e-5, "cpu", False), (1e-5, "cuda", True), (1e-3, "cuda", False)):
         node = graph.call_function(torch.ops.aten.group_norm.default, (x, 8, None, None, eps))
-        decision = forced_by_number(node, torch.float16, {}, FACTS, device)
-        assert (decision is not None) == is_forced
-        assert decision is None or decision.source == "forced:epsilon"
+        rules = OpList()
+        known, listed = Classifier(rules, FACTS, torch.float16, device), decision_by_list(rules, None)
+        case = Case(known, node, None, listed, frozenset(), frozenset(), {})
+        assert (case.has_small_number() is not None) == is_forced
+        assert case.has_large_number() is None
 
 
 def test_the_measure_tells_a_kernel_that_rounds_in_between() -> None:

@@ -1,4 +1,4 @@
-"""Numbers that are written in a graph and that 16 bits cannot hold: too large, or rounded to 0 or 1."""
+"""Numbers that 16 bits do not tell apart, and what is known of the numbers that a model holds."""
 
 from __future__ import annotations
 
@@ -11,62 +11,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets, reachable
 from autocastfx.graph.magnitude import Magnitude, is_here, magnitude
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, constants, example, has_float32, largest_size, tensors, uses
 from autocastfx.graph.sizes import Size, product
 from autocastfx.passes.analysis.units import listed_category, only_moves
-from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
-
-
-def forced_by_number(
-    node: fx.Node, low: torch.dtype, scalars: Mapping[str, float], facts: KernelFacts, device: str
-) -> Decision | None:
-    """The decision on a node whose number is beyond the range of ``low``, or rounded to 0 or 1; None for others.
-
-    Args:
-        node: with abstract values.
-        low: the 16-bit dtype.
-        scalars: constants and buffers of one element, by ``get_attr`` target.
-        facts: the ops whose kernels compute in float32 inside, which round no small number.
-        device: device type that the node will run on.
-    """
-    info, name_of_low = torch.finfo(low), dtype_name(low)
-    inside = facts.keeps_numbers(op_name(node), device)
-    for name, number in _numbers(node, scalars):
-        size = abs(number)
-        if math.isfinite(size) and size > info.max:
-            return Decision(Category.DENY, f"{name}={number:g} is beyond {name_of_low}'s range", Forced.CONSTANT)
-        if 0 < size < info.tiny and not inside:
-            reason = f"{name}={number:g} is below {name_of_low}'s smallest normal value"
-            return Decision(Category.DENY, reason, Forced.EPSILON)
-        if not inside and _becomes_one(number, low):
-            reason = f"{name}={number:.9g} is rounded to {math.copysign(1, number):g} in {name_of_low}"
-            return Decision(Category.DENY, reason, Forced.EPSILON)
-    return None
-
-
-def _numbers(node: fx.Node, scalars: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The numbers written into a node, and those that it reads from a constant of one element."""
-    yield from constants(node)
-    for use in uses(node):
-        if use.node.op == "get_attr" and str(use.node.target) in scalars:
-            yield str(use.node.target), scalars[str(use.node.target)]
-
-
-def _becomes_one(number: float, low: torch.dtype) -> bool:
-    """True for a number that is ±1 once it is rounded to ``low``: a bound, or a decay, that is none then."""
-    return (
-        abs(number) != 1
-        and abs(abs(number) - 1) <= torch.finfo(low).eps / 2
-        and float(torch.tensor(abs(number), dtype=low, device="cpu")) == 1
-    )
-
 
 # Float32 values that are whole numbers: positions, counts, masks, indices. Rounded, some of them become equal.
 

@@ -25,10 +25,9 @@ from autocastfx.graph.magnitude import read_as_scores, takes_mask
 from autocastfx.graph.names import base_name, kernel_name, op_name
 from autocastfx.graph.node import Use, argument, elements, has_float32, is_float32, is_member, producer, tensors, uses
 from autocastfx.passes.analysis.backward_adds import Readers
-from autocastfx.passes.analysis.demands import is_size
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
-from autocastfx.passes.analysis.units import Ports, Unit, Units, with_dimensions
-from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
+from autocastfx.passes.analysis.units import Ports, Unit, Units, is_size, with_dimensions
+from autocastfx.plan.plan import WIDE, Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
 
@@ -96,7 +95,7 @@ class Folding:
         """Return the values that ``node`` must read in 16 bits to fold; none if it does not fold."""
         given = (u for u in uses(node) if not self.ports.stays_float32(node, u))
         asked = tuple(u for u in given if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
-        if decision.source == Forced.WIDE and self.level == "kernel":
+        if decision.source == WIDE and self.level == "kernel":
             masks = [u for u in asked if u.node in wide]
             is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
             return tuple(u.node for u in asked if u not in masks) if is_masked else ()
@@ -360,8 +359,8 @@ def place_cheaply(
     terms = list(_Terms(graph, units, float32, keep_output_dtype, readers_of))
     provenance = Provenance.of(graph, units, parameters)
     crowded = {u for u in units if any(readers_of.casts(node) > 1 for node in u.nodes)}
-    spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers, crowded)
-    terms += _rules(units, folding, provenance, readers, spared, open_ones, crowded, rounds=rounds)
+    narrowed_anyway = _narrowed_anyway(units, readers, crowded, rounds=rounds)
+    terms += _rules(units, folding, provenance, readers, narrowed_anyway, open_ones, crowded, rounds=rounds)
     terms += _taints(folding, float32.keys() | open_ones)
     terms += priced
     fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
@@ -372,7 +371,8 @@ def place_cheaply(
         elif unit in low_labels:
             low.setdefault(unit, Cause(Why.FOLDED if unit in folding else Why.FEWEST_BYTES))
         else:
-            float32.setdefault(unit, Cause(_why(unit, folding, units, low_labels, provenance, spared, rounds=rounds)))
+            why = _why(unit, folding, units, low_labels, provenance, narrowed_anyway, rounds=rounds)
+            float32.setdefault(unit, Cause(why))
     return units.placements(decisions, low, float32)
 
 
@@ -404,7 +404,7 @@ def _why(
     units: Units,
     low_labels: frozenset[Label],
     provenance: Provenance,
-    spared: Set[Label],
+    narrowed_anyway: Set[Label],
     *,
     rounds: bool,
 ) -> Why:
@@ -415,7 +415,7 @@ def _why(
         asked = provenance.read_by(unit, units)
     elif unit.category is Category.INFER:
         outside = (n for n in unit.nodes if n in provenance.outside)
-        asked = outside if rounds else _widening(unit, units, provenance, spares=unit in spared)
+        asked = outside if rounds else _widening(unit, units, provenance, spares=unit in narrowed_anyway)
     if not low_labels.issuperset(units.stored(read) or OUTSIDE for read in asked):
         return Why.INPUT_IS_FLOAT32
     return Why.FEWEST_BYTES
@@ -525,7 +525,7 @@ def _rules(
     folding: Mapping[Unit, Fold],
     provenance: Provenance,
     readers: _Readers,
-    spared: Set[Label],
+    narrowed_anyway: Set[Label],
     open_ones: Set[Unit],
     crowded: Set[Label],
     *,
@@ -533,7 +533,7 @@ def _rules(
 ) -> Iterator[Term]:
     """Each neighbour that must be low where a unit is."""
     only_for_low = _only_for_allow(units, readers, crowded)
-    only_beside_low = _only_for(only_for_low | spared, units, readers, crowded)
+    only_beside_low = _only_for(only_for_low | narrowed_anyway, units, readers, crowded)
     for unit in (u for u in units if u not in open_ones):
         asked: Iterable[fx.Node] = ()
         if unit in folding:
@@ -542,7 +542,7 @@ def _rules(
         elif unit.category is Category.PROMOTE:
             asked = provenance.read_by(unit, units)
         elif unit.category is Category.INFER and not rounds:
-            asked = _widening(unit, units, provenance, spares=unit in spared)
+            asked = _widening(unit, units, provenance, spares=unit in narrowed_anyway)
         elif unit.category is Category.INFER and not provenance.outside.isdisjoint(unit.nodes):
             yield Term(None, (unit,), (OUTSIDE,))
         elif unit.category is Category.CLEAR and unit not in only_for_low:
@@ -564,11 +564,11 @@ def _only_for_allow(units: Units, readers: _Readers, crowded: Set[Label]) -> set
     return _only_for({u for u in units if u.category.is_low}, units, readers, crowded)
 
 
-def _spared(units: Units, readers: _Readers, crowded: Set[Label]) -> set[Label]:
-    """The ``infer`` units that ``allow`` ops alone read, not too many: their results are rounded in any case."""
+def _narrowed_anyway(units: Units, readers: _Readers, crowded: Set[Label], *, rounds: bool) -> set[Label]:
+    """The ``infer`` units that ``allow`` ops alone read, not too many; all if 16 bits ``rounds`` what is added."""
     only_for_low = _only_for_allow(units, readers, crowded)
-    infer = (u for u in units if u.category is Category.INFER and u not in crowded)
-    return {u for u in infer if _all_in(only_for_low, readers[u])}
+    infer = (u for u in units if u.category is Category.INFER)
+    return {u for u in infer if rounds or (u not in crowded and _all_in(only_for_low, readers[u]))}
 
 
 def _all_in(chosen: Set[Label], readers: tuple[Label, ...]) -> bool:

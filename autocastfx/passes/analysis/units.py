@@ -23,7 +23,7 @@ from autocastfx.graph.node import (
     tensors,
     uses,
 )
-from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
+from autocastfx.plan.plan import SUB_GRAPH, Cause, Decision, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import PARAMETERS, KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
@@ -68,6 +68,11 @@ def listed_category(node: fx.Node, op_list: OpList) -> Category | None:
     """The category that the list gives the op of ``node``; None if it has no rule for it, or ``node`` calls no op."""
     rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
     return None if rule is None else rule.category
+
+
+def is_size(use: Use, name: str) -> bool:
+    """True if the op ``name`` reads but the size, or the dtype, of the value of this use: ``expand_as``."""
+    return name.endswith("_as") and use.argument == "other"
 
 
 def only_moves(node: fx.Node, op_list: OpList) -> bool:
@@ -259,7 +264,7 @@ class Units:
             if is_member(node):
                 continue
             if not has_float32(node) and not any(has_float32(u.node) for u in uses(node)):
-                is_border = decisions[node].source is Forced.SUB_GRAPH
+                is_border = decisions[node].source == SUB_GRAPH
                 placements[node] = _as_captured(Why.CROSSES_BORDER if is_border else Why.NO_FLOAT32)
                 continue
             unit, stored = self.of[node], self.stored(node)

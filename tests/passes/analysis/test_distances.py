@@ -96,7 +96,7 @@ def test_distances_of_near_points_are_as_exact_as_in_float32(name: str, dtype: t
     function, product = DISTANCES[name]
     amp_model = autocastfx.convert(Function(function), (A, B), dtype=dtype)
     node = amp_model.plan[product]
-    assert node.decision.source == "forced:distance"
+    assert node.decision.source == "forced:cancellation"
     square = found(function)[product]
     assert node.decision.reason == f"is taken from the squares of its own operands ({square}): a small difference"
     exact = (A.double()[:, None] - B.double()).square().sum(-1)

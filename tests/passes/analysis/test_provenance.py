@@ -13,7 +13,7 @@ from torch.nn import functional
 import autocastfx
 from autocastfx.passes.analysis.place_cheaply import Provenance, decisive
 from autocastfx.passes.analysis.units import Ports, units_of
-from autocastfx.passes.classify import Classifier
+from autocastfx.passes.decide.checks import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function, relative_error

@@ -17,7 +17,7 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, dtypes, set_origin, value
 from autocastfx.graph.sizes import dtypes_of
 from autocastfx.passes.casts import CastStyle, insert_casts
-from autocastfx.passes.classify import Classifier
+from autocastfx.passes.decide.checks import Classifier
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, asked
 from autocastfx.passes.torch_autocast.insert_casts import FollowedDtypes, ask_for_dtypes, follow

@@ -18,14 +18,18 @@ from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
-from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why, decision_by_list, refuse_banned
+from autocastfx.passes.decide.checks import CASTS, DTYPE
+from autocastfx.plan import plan
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category, Rule, Runs
 
-CASTS = ("to", "_to_copy", "type_as")
 _WIDE = (torch.float32, torch.float64)
 _COMPUTES = ("call_function", "call_method", "call_module")
+STAYS_LOW = Forced(
+    "forced:stays-low", "what it does has no float32 form here: change the model's code, or convert the float32 model"
+)
 
 
 @dataclass(frozen=True)
@@ -62,32 +66,32 @@ class Widener:
         new_decisions, in_float32 = dict(decisions), _InFloat32(self.low, graph)
         for node, decision in decisions.items():
             if decision.category.is_float32 and (why := in_float32.refusal(node)) is not None:
-                new_decisions[node] = Decision(Category.KEEP, why, Forced.STAYS_LOW)
+                new_decisions[node] = Decision(Category.KEEP, why, STAYS_LOW)
         return new_decisions
 
     def _decide(self, node: fx.Node, fixed: Set[fx.Node]) -> Decision:
         if isinstance(node.target, HigherOrderOperator):
-            return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
+            return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", plan.SUB_GRAPH)
         rule = self.matcher(node)
-        listed = decision_by_list(self.matcher.op_list, rule)
-        refuse_banned(node, listed)
+        listed = plan.decision_by_list(self.matcher.op_list, rule)
+        plan.refuse_banned(node, listed)
         if not any(self.low in dtypes(one) for one in (node, *node.all_input_nodes)):
-            return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", Forced.NOT_FLOAT32)
+            return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", plan.NOT_FLOAT32)
         is_cast = op_name(node) in CASTS
         of_module = rule is not None and bool(rule.path)
         if is_cast and not (of_module and set(dtypes(node)) == {self.low}):
-            return Decision(Category.KEEP, "the model's own cast", Forced.USER_CAST)
+            return Decision(Category.KEEP, "the model's own cast", plan.USER_CAST)
         if rule is not None and not of_module and rule.shipped and (other := self.facts.stands_for(node)) is not None:
             square = self.matcher.op_list.rule(other, self.matcher.device)
-            listed = listed if square is None else decision_by_list(self.matcher.op_list, square)
+            listed = listed if square is None else plan.decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
-            return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
+            return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", DTYPE)
         if not listed.category.is_float32:
             return listed
         if rule is not None and of_module and not is_cast and self._is_exact(node, rule):
-            return decision_by_list(self.matcher.op_list, self.matcher.own(node))
+            return plan.decision_by_list(self.matcher.op_list, self.matcher.own(node))
         if node in fixed or (is_cast and any(read in fixed for read in node.all_input_nodes)):
-            return Decision(Category.KEEP, "shares memory that is written into", Forced.STAYS_LOW)
+            return Decision(Category.KEEP, "shares memory that is written into", STAYS_LOW)
         return listed
 
     def _is_exact(self, node: fx.Node, rule: Rule[Runs]) -> bool:
@@ -154,7 +158,7 @@ class _Flow:
         if argument(node, "other") is not None:  # a type_as that has nothing to do gives no copy, and no schema says so
             return False
         names = base_name(op_name(node)) in self.widener.facts.takes_dtype and argument(node, "dtype") in _WIDE
-        casts = decision.source is Forced.USER_CAST and set(dtypes(node)) <= {*_WIDE}
+        casts = decision.source == plan.USER_CAST and set(dtypes(node)) <= {*_WIDE}
         return names or casts
 
     def _placement(self, node: fx.Node, wide: Set[fx.Node], source: fx.Node | None) -> Placement:
@@ -163,9 +167,9 @@ class _Flow:
             return Placement(Precision.FLOAT32, Precision.FLOAT32, Cause(Why.AFTER, (source.name,)))
         if node in wide:
             return Placement(Precision.FLOAT32, Precision.FLOAT32, Cause(Why.DENY))
-        if decision.source is Forced.SUB_GRAPH:
+        if decision.source == plan.SUB_GRAPH:
             return Placement(Precision.CAPTURED, Precision.CAPTURED, Cause(Why.CROSSES_BORDER))
-        if decision.source is Forced.NOT_FLOAT32:
+        if decision.source == plan.NOT_FLOAT32:
             return Placement(Precision.CAPTURED, Precision.CAPTURED, Cause(Why.NO_FLOAT32))
         given = {use.argument for use in uses(node) if use.node in wide} if self._takes_any(node) else set[str]()
         floating = {d for n in (node, *node.all_input_nodes) for d in dtypes(n) if d.is_floating_point}

@@ -121,7 +121,7 @@ def test_what_is_added_to_a_difference_keeps_its_precision() -> None:
 def test_the_reason_tells_what_cancels() -> None:
     plan = autocastfx.convert(Measured(CANCELLING["a variance"]), (X,), dtype="bfloat16").plan
     assert plan["sub"].decision.reason.startswith("a difference of an average of products")
-    assert plan["sub"].decision.source == "forced:distance"
+    assert plan["sub"].decision.source == "forced:cancellation"
     plan = autocastfx.convert(Measured(CANCELLING["a stencil"]), (X,), dtype="bfloat16").plan
     assert plan["conv2d_1"].decision.reason == "the weights of laplacian add up to zero: a difference of neighbours"
 
@@ -130,7 +130,7 @@ def test_a_persons_rule_for_the_op_goes_first() -> None:
     mine = autocastfx.OpList.of({"infer": ["sub"]}, name="mine")
     model = Measured(CANCELLING["a variance"])
     plan = autocastfx.convert(model, (X,), dtype="bfloat16", op_list=["default", mine]).plan
-    assert plan["sub"].decision.source != "forced:distance"
+    assert plan["sub"].decision.source != "forced:cancellation"
 
 
 QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -15,8 +15,8 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import STORED, Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.passes.analysis.exact_numbers import SCALES, HeldValues, is_second_power
-from autocastfx.passes.analysis.units import Ports, behind_moves, listed_category, only_moves
-from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
+from autocastfx.passes.analysis.units import Ports, behind_moves, is_size, listed_category, only_moves
+from autocastfx.plan.plan import CANCELLATION, EPSILON, NO_SOURCE, Decision, Forced, forced_by_numbers
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, Rule
@@ -246,11 +246,9 @@ class _Moments:
         return self.facts.reduces.get(base_name(op_name(node)), "elements") != "elements"
 
 
-def is_size(use: Use, name: str) -> bool:
-    """True if the op ``name`` reads but the size, or the dtype, of the value of this use: ``expand_as``."""
-    return name.endswith("_as") and use.argument == "other"
-
-
+UPDATE = forced_by_numbers(
+    "forced:update", "a buffer takes what is computed here, in float32: set run to low in an edited plan"
+)
 _FREE = tuple(category for category in Category if category.is_free)
 _ANY = tuple(category for category in Category if category.may_be_low)
 
@@ -328,10 +326,10 @@ class Demands:
         storage = storages.get(node)
         if storage is not None and _is_state(storage) and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"
-            wish = _Wish(node.name, reason, Forced.UPDATE, through_products=True)
+            wish = _Wish(node.name, reason, UPDATE, through_products=True)
             return wish, [u for u in reads if u.node not in storage.members]
-        if decision.source is Forced.EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
-            return _Wish(node.name, decision.reason, Forced.EPSILON), reads
+        if decision.source == EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
+            return _Wish(node.name, decision.reason, EPSILON), reads
         demand = self.ports.op_list.demand(op_name(node))
         divisor = self._divisor(node)
         if demand is None and divisor is not None:
@@ -340,7 +338,7 @@ class Demands:
         is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
         is_allowed = rule is not None and not rule.shipped and rule.category.is_low
         if (cancels := self.cancelling.get(node, self.offsets.get(node))) and not (is_a_persons or is_allowed):
-            return _Wish(node.name, cancels, Forced.DISTANCE, node in self.cancelling, _ANY), reads
+            return _Wish(node.name, cancels, CANCELLATION, node in self.cancelling, _ANY), reads
         if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
             return None, []
         effect = demand.effect
@@ -394,7 +392,7 @@ def _stored(graph: fx.Graph, storages: Mapping[fx.Node, AliasSet]) -> dict[fx.No
     results = cast("Sequence[fx.Node]", output.args[0])
     return {
         _written_with(results[place], storages): _Wish(
-            name, f"it computes the next contents of {name}", Forced.UPDATE, through_products=True
+            name, f"it computes the next contents of {name}", UPDATE, through_products=True
         )
         for place, name in output.meta.get(STORED, {}).items()
         if has_float32(results[place])
