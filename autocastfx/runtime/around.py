@@ -27,7 +27,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import tensor_places, without_torchs
+from autocastfx.capture.leave_intact import CAPTURING, tensor_places, without_torchs
 from autocastfx.errors import UnsupportedError
 
 _C: Any = torch._C
@@ -42,12 +42,24 @@ def is_inside() -> bool:
         _C._len_torch_dispatch_stack()
         or _functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
-        or _tracer._is_fx_tracing_flag
-        or torch.compiler._is_compiling_flag
+        or _is_traced_here()
         or torch._dynamo.eval_frame._stance.stance != "default"
         or TracingContext.try_get() is not None
         or _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
     )
+
+
+def _is_traced_here() -> bool:
+    """True if torch's flags say that something is traced or compiled, unless a capture in another thread set them.
+
+    They belong to the process: whoever restores another thread's after its end sets them for ever.
+    """
+    if not (_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag):
+        return False
+    is_mine = CAPTURING.acquire(blocking=False)
+    if is_mine:
+        CAPTURING.release()
+    return is_mine and bool(_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag)
 
 
 class Around:
@@ -202,9 +214,10 @@ def _left_states() -> Iterator[AbstractContextManager[Any]]:
     yield without_torchs(_global_forward_pre_hooks)
     yield without_torchs(_global_forward_hooks)
     yield tracing(None)
-    yield mock.patch.object(_tracer, "_is_fx_tracing_flag", False)
-    yield mock.patch.object(torch.compiler, "_is_compiling_flag", False)
-    yield mock.patch.object(torch.compiler, "_is_exporting_flag", False, create=True)
+    if _is_traced_here():
+        yield mock.patch.object(_tracer, "_is_fx_tracing_flag", False)
+        yield mock.patch.object(torch.compiler, "_is_compiling_flag", False)
+        yield mock.patch.object(torch.compiler, "_is_exporting_flag", False, create=True)
     if frames._stance.stance not in _CONVERTS:
         yield mock.patch.object(frames, "_stance", frames.DynamoStance())
     yield without_trace()
@@ -226,7 +239,7 @@ def without_trace() -> Generator[None]:
 def _without_function_modes() -> Generator[None]:
     """Leave the modes of functions of a trace; Dynamo follows those of a user."""
     modes: list[Any] = []
-    if torch.compiler._is_compiling_flag or _tracer._is_fx_tracing_flag:
+    if _is_traced_here():
         from torch.overrides import _pop_mode
 
         modes = [_pop_mode() for _ in range(_C._len_torch_function_stack())]

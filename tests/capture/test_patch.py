@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 
 import autocastfx
-from autocastfx.capture.leave_intact import patched_here
+from autocastfx.capture.leave_intact import CAPTURING, patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.runtime import captures
+from autocastfx.runtime.around import Around, is_inside
 from tests.capture.test_call import Scaled
 from tests.invariants.pair import settings_now
 
@@ -104,6 +107,34 @@ def test_a_first_call_in_several_threads() -> None:
     x = torch.randn(3)
     assert all(torch.equal(found, x * 2.5) for found in in_threads(*[lambda: amp_model(x)] * 4))
     assert len(amp_model.variants) <= 4
+
+
+def test_a_call_is_not_inside_of_what_another_thread_captures() -> None:
+    """Flags of the process say that something is traced. A call that left and restored them would set them for ever."""
+    tracing, ends = threading.Event(), threading.Event()
+    around = Around(nn.Linear(2, 2), None)
+
+    def capture() -> None:
+        with CAPTURING, mock.patch.object(_symbolic_trace, "_is_fx_tracing_flag", True):
+            tracing.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert tracing.wait(60)
+    was_inside = is_inside()
+    around._leave()
+    ends.set()
+    thread.join()
+    around._left.close()
+    assert not was_inside
+    assert not _symbolic_trace._is_fx_tracing_flag
+    with mock.patch.object(_symbolic_trace, "_is_fx_tracing_flag", True):
+        assert is_inside()
+        around._leave()
+        assert not _symbolic_trace._is_fx_tracing_flag
+        around._left.close()
+        assert _symbolic_trace._is_fx_tracing_flag
 
 
 def test_modules_that_other_threads_call_meanwhile_are_no_part_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
