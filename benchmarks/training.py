@@ -229,15 +229,20 @@ class _MastersByTorch:
 @contextlib.contextmanager
 def tf32(allowed: bool | None) -> Generator[None]:
     """While open, products and convolutions of float32 run in TF32 on CUDA, or do not; None changes nothing."""
-    backends: Any = (torch.backends.cuda.matmul, torch.backends.cudnn) if allowed is not None else ()
-    before = [backend.allow_tf32 for backend in backends]
-    try:
-        for backend in backends:
-            backend.allow_tf32 = allowed
+    if allowed is None:
         yield
+        return
+    products: Any = torch.backends.cuda.matmul
+    before = products.allow_tf32
+    try:
+        products.allow_tf32 = allowed
+        cudnn: Any = torch.backends.cudnn
+        with cudnn.flags(
+            enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=allowed
+        ):
+            yield
     finally:
-        for backend, held in zip(backends, before, strict=True):
-            backend.allow_tf32 = held
+        products.allow_tf32 = before
 
 
 def with_liger(model: Any) -> Callable[..., Any]:

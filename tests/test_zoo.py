@@ -78,7 +78,7 @@ def test_the_zoo_goes_on_where_it_stopped(
 ) -> None:
     measured: list[tuple[str, int]] = []
 
-    def fake(model: ZooModel, cases: list[tuple[str, str]], report: Any) -> None:
+    def fake(model: ZooModel, cases: list[tuple[str, str]], report: Any, fuse: str) -> None:
         measured.append((model.name, len(cases)))
         for dtype, fold in cases:
             report(Row(model.name, "train", dtype, fold=fold))
