@@ -565,7 +565,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.ops:
         return _count_ops(names, options.json, versions)
     cases = list(product(options.dtypes, options.fold))
-    with as_on_cuda() if options.as_cuda else nullcontext():
+    import torch._inductor.config as inductor  # which compiles nothing without --fuse
+
+    # Dropout draws the numbers that it draws without a compiler: masks are not to differ.
+    with as_on_cuda() if options.as_cuda else nullcontext(), inductor.patch(fallback_random=True):
         return _measure_all(names, cases, options.json, options.again, versions, options.fuse)
 
 
