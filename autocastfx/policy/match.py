@@ -153,6 +153,7 @@ class MatchedRules:
 
     def __init__(self, op_list: OpList) -> None:
         self.op_list = op_list
+        self._own = [rule for rule in op_list.lines.values() if not rule.shipped]
         self._matched: set[int] = set()
         self._decided: set[object] = set()
         self._devices: set[str] = {""}
@@ -171,7 +172,7 @@ class MatchedRules:
         matcher = Matcher(self.op_list, device)
         self._devices.add(device)
         self._decided |= decided
-        for node in nodes:
+        for node in nodes if self._own else ():
             self._matched |= {id(rule) for rule in matcher.matching(node, Runs, Float8Settings, Demand)}
             self._ops.add(op_name(node))
             self._classes.update(module_classes(node))
@@ -180,7 +181,7 @@ class MatchedRules:
     def add_saved(self, device: str, nodes: Iterable[fx.Node]) -> None:
         """Look at the nodes of a converted graph, whose values rules under ``saved`` are on."""
         matcher = Matcher(self.op_list, device)
-        for node in nodes if self.op_list.saved else ():
+        for node in nodes if self._own and self.op_list.saved else ():
             self._matched |= {id(rule) for rule in matcher.matching(node, Keep)}
 
     def unmatched(self) -> tuple[str, ...]:
@@ -188,8 +189,8 @@ class MatchedRules:
 
         Shipped rules and rules for other device types are left out.
         """
-        own = [r for r in self.op_list.lines.values() if not r.shipped and r.device in self._devices]
-        left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
+        own = [rule for rule in self._own if rule.device in self._devices]
+        left = [rule for rule in own if id(rule) not in self._matched and rule.source not in self._decided]
         return tuple(map(self._said, sorted(left, key=by_place)))
 
     def _said(self, rule: Rule[Any]) -> str:

@@ -203,9 +203,13 @@ class Selector:
             return module_pattern(self.path).fullmatch(path) is not None
         return module_pattern(self.path).fullmatch(f"{path}." if path else "") is not None
 
+    @cached_property
+    def _ops(self) -> frozenset[str]:
+        return frozenset(self.ops)
+
     def fit(self, call: Call) -> Fit | None:
         """How specific it is, of a call that it selects: the more, the better; None for any other call."""
-        places = [place for op in self.ops if (place := call.names.get(op)) is not None]
+        places = [place for name, place in call.names.items() if name in self._ops]
         if self.device not in ("", call.device) or (self.ops and not places):
             return None
         depths = [depth for depth, path in enumerate(call.paths) if self.covers(path)] if self.path else [-1]
