@@ -25,6 +25,7 @@ from autocastfx.calibration import calibrate as measure_ranges
 from autocastfx.calibration import first_call
 from autocastfx.capture import plain_function
 from autocastfx.capture.call import (
+    INPUTS_ALONE,
     Call,
     CallSignature,
     check_arguments,
@@ -325,6 +326,9 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
     for category, message in told:
         warnings.warn(message, category, stacklevel=stacklevel)
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
+    if not conversion_is_off() and converter.op_list.name != "float32":
+        for without in conversion_warnings.without_effect(amp_model, weights=converter.weights, fold=converter.fold):
+            _LOG.warning("%s: %s.", type(amp_model._model).__name__, without)
 
 
 def _as_module(model: object) -> nn.Module:
@@ -356,6 +360,7 @@ def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kw
         return signature.bind(args, kwargs)
     except TypeError as error:
         hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
+        hint = f" {INPUTS_ALONE}" if len(args) > 1 else hint
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
 
 

@@ -232,7 +232,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     refuse_scripted(model)
     try:
-        CallSignature.of(model.forward).bind(args, kwargs)
+        CallSignature.of(model.forward).describe(args, kwargs)
     except TypeError as error:
         raise SensitivityError(
             f"a batch does not fit {type(model).__name__}.forward: {error}. Where a batch holds targets too, say which "
