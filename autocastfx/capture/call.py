@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import dtype_name
+from autocastfx.dtypes import dtype_name, is_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from autocastfx.policy.kernel_facts import LEVELS
 
@@ -321,7 +321,7 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     """
     if keywords is not None and not isinstance(keywords, Mapping):
         given, hint = type(keywords).__name__, _SEVERAL
-        if isinstance(keywords, (str, torch.dtype)):
+        if is_dtype(keywords):
             given, hint = shown(keywords), _BY_NAME
         raise ArgumentTypeError(f"example_kwargs is a dict of keyword inputs, not {given}. {hint}")
     if isinstance(positional, Mapping):
@@ -334,8 +334,7 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     if isinstance(positional, torch.Tensor):
         return (positional,), keywords or {}
     if positional is not None and not isinstance(positional, (tuple, list)):
-        is_option = isinstance(positional, (str, torch.dtype))
-        hint = _BY_NAME if is_option else _FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE
+        hint = _BY_NAME if is_dtype(positional) else _FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE
         raise ArgumentTypeError(
             "example_inputs is a tensor, a tuple of the positional inputs of one call, or a dict of its keyword "
             f"inputs, not {type(positional).__name__}. {hint}"
