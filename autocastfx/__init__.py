@@ -4,9 +4,11 @@ A name is imported when it is first asked for. Errors and warnings are in :mod:`
 """
 
 # ruff: noqa: E402
-from autocastfx.cli.interrupt import end_when_interrupted
+from autocastfx.cli.before_import import begin_command
 
-end_when_interrupted()  # before the other imports, which take seconds
+__version__ = "0.1.0"
+
+begin_command(__version__)  # before the other imports, which take seconds
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
     from autocastfx.training.loss_scaler import LossScaler
     from autocastfx.training.optimizer import LossScalingOptimizer, StepResult
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AmpModule",
@@ -133,4 +133,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return [*__all__]

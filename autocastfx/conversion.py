@@ -43,7 +43,7 @@ from autocastfx.errors import (
     UncheckedWarning,
     UnsupportedError,
 )
-from autocastfx.options import Options, for_models
+from autocastfx.options import DType, Fold, Fuse, Options, Weights, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import Ranges
@@ -64,10 +64,10 @@ def convert(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
-    weights: str = "cast",
-    fold: str = "exact",
+    weights: Weights = "cast",
+    fold: Fold = "exact",
     calibrate: Ranges | str | os.PathLike[str] | Iterable[Any] | None = None,
     headroom: float = 2.0,
     device: torch.device | str | None = None,
@@ -77,7 +77,7 @@ def convert(
     sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
     check: bool | None = None,
     saved: str | Sequence[Mapping[str, Any]] = "as computed",
-    fuse: str = "none",
+    fuse: Fuse = "none",
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autocastfx.cli import commands, numerics
+from autocastfx.cli.before_import import interrupted, raise_when_interrupted
 from autocastfx.cli.commands import add_run_to
-from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.model import add_conversion_options, converted
 from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name

@@ -26,6 +26,7 @@ from autocastfx.errors import CalibrationError, UncapturedGraphWarning, Unsuppor
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.sensitivity import check_fits
+from autocastfx.options import DType
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
@@ -213,7 +214,7 @@ def check(
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
     inputs: Inputs | None = None,
     progress: Progress = None,
