@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autocastfx.numerics.logprob_gap import logprob_gap
     from autocastfx.numerics.plan_search import Budget
     from autocastfx.numerics.sensitivity import sensitivity
+    from autocastfx.numerics.time import time
     from autocastfx.numerics.tune import tune
     from autocastfx.numerics.watch import watch
     from autocastfx.plan.plan import Plan
@@ -87,6 +88,7 @@ __all__ = [
     "sensitivity",
     "show",
     "suggest_loss_scale",
+    "time",
     "tune",
     "watch",
 ]
@@ -104,6 +106,7 @@ _HOMES = {
     "numerics.logprob_gap": "logprob_gap",
     "numerics.plan_search": "Budget",
     "numerics.sensitivity": "sensitivity",
+    "numerics.time": "time",
     "numerics.tune": "tune",
     "numerics.watch": "watch",
     "plan.plan": "Plan",

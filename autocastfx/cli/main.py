@@ -80,6 +80,7 @@ _EXAMPLES = {
     "diff": f"diff {_NET} --op-list default --op-list default mine.yaml",
     "compare": f"compare {_NET} --gradients",
     "check": f"check {_NET} --dtype float16",
+    "time": f"time {_NET} --dtype bfloat16",
     "bisect": f"bisect {_NET} --tolerance 0.01 -o list.yaml",
     "tune": "tune net:Net --batches net:batches --budget error=0.01 -o tuned.yaml",
     "convert": f"convert {_NET} -o net.pt",
