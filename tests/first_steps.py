@@ -16,15 +16,15 @@ from pathlib import Path
 
 from tests.browser import browser
 from tests.golden.readme import (
+    CONVERTED_MODEL,
     INTEGRATIONS,
-    LINT,
     NUMERICS,
     OP_LISTS,
     PLACEMENT,
     README,
     TUNING,
     TUTORIAL,
-    WEIGHTS,
+    WHEN_TO_USE,
     outputs,
     run,
     section,
@@ -57,7 +57,7 @@ def _pages(*pages: Path) -> Callable[[], tuple[tuple[str, str], ...]]:
 WAYS: Mapping[str, Callable[[], tuple[tuple[str, str], ...]]] = {
     "practitioner": _trainers,
     "researcher": _pages(OP_LISTS, NUMERICS, TUNING),
-    "engineer": _pages(PLACEMENT, WEIGHTS, LINT),
+    "engineer": _pages(PLACEMENT, CONVERTED_MODEL, WHEN_TO_USE),
 }
 
 

@@ -16,7 +16,6 @@ from tests.golden.readme import (
     OP_LISTS,
     PLACEMENT,
     TUNING,
-    WEIGHTS,
     outputs,
     run,
     without_further_packages,
@@ -50,9 +49,7 @@ def test_the_lists_shown_are_right(folder: Path) -> None:
     assert len(lists["conditions"].lines) == len(load_op_list("bfloat16").lines) + 4
 
 
-@pytest.mark.parametrize(
-    "page", [WEIGHTS, FLOAT8, NUMERICS, TUNING, PLACEMENT, INTEGRATIONS], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [FLOAT8, NUMERICS, TUNING, PLACEMENT, INTEGRATIONS], ids=lambda page: page.stem)
 def test_the_code_of_further_pages_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     text = without_further_packages(page.read_text(encoding="utf-8"))
     printed = {start: said for start, said in run(text, tmp_path).items() if said}

@@ -19,9 +19,9 @@ PAGES = (
     "how-to",
     "page",
     "training",
-    "lint",
     "migrate",
     "converted-model",
+    "when-to-use",
 )
 
 

@@ -22,7 +22,7 @@ failed or was not reached in the first, then other ways to train, compiled model
 the other tests. Without ``--call`` all is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages
 printed. ``--resume`` leaves out what its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny``
 runs the same stages on small models, as a test of this command itself. The table is printed last;
-``python -m benchmarks.gpu.table DIR`` prints it again. See docs/gpu.md.
+``python -m benchmarks.gpu.table DIR`` prints it again. See CONTRIBUTING.md.
 """
 
 from __future__ import annotations

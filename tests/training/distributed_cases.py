@@ -36,10 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 import autocastfx
 from autocastfx import DynamicLossScale, LossScalingOptimizer
 from autocastfx.errors import LossScaleError, UnsupportedError
-from tests.golden.readme import outputs
+from tests.golden.readme import outputs, section
 from tests.golden.readme import run as run_markdown
 
-PAGE = (Path(autocastfx.__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
+PAGE = section((Path(autocastfx.__file__).parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8"), "Many devices")
 CASES: dict[str, Callable[[], None]] = {}
 EPS, EPS_HALF = torch.finfo(torch.float32).eps, torch.finfo(torch.float16).eps
 ROUNDINGS = 64  # of float32, in which two orders of the same additions may differ after a few steps
