@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.resources import files
@@ -64,41 +64,26 @@ def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
 _DATE = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model as a whole.
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Collect the facts of a converted or enabled model as a whole, those that are known.
 
-    Attributes:
-        name: the class of the original; empty for a converted model that was unpickled, which does not know it.
-        parameters: the number of elements of all parameters, tied ones counted once.
-        fold: the level of folding.
-        date: of now, or of SOURCE_DATE_EPOCH.
-        autocastfx, torch: versions.
-    """
-
-    name: str
-    parameters: int
-    fold: str
-    date: str
-    autocastfx: str
-    torch: str
-
-
-def model_facts(model: nn.Module) -> ModelFacts:
-    """Collect the facts of a converted or enabled model.
+    ``name`` is the class of the original, which a converted model that was unpickled does not know; ``parameters`` the
+    number of elements of all parameters, tied ones counted once; ``fold`` the level of folding; ``date`` that of now,
+    or of SOURCE_DATE_EPOCH; ``autocastfx`` and ``torch`` their versions.
 
     Raises:
         ValueError: the environment variable SOURCE_DATE_EPOCH is not a number of seconds.
     """
     original = model._original.model if isinstance(model, AmpModule) else model
-    return ModelFacts(
-        name=type(original).__name__ if original is not None else "",
-        parameters=sum(p.numel() for p in model.parameters()),
-        fold=model._original.converter.fold if isinstance(model, AmpModule) else fold_of(model),
-        date=_date(os.environ.get(_DATE)),
-        autocastfx=version("autocastfx"),
-        torch=str(torch.__version__),
-    )
+    facts = {
+        "name": type(original).__name__ if original is not None else "",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fold": model._original.converter.fold if isinstance(model, AmpModule) else fold_of(model),
+        "date": _date(os.environ.get(_DATE)),
+        "autocastfx": version("autocastfx"),
+        "torch": str(torch.__version__),
+    }
+    return _present(facts)
 
 
 def _date(seconds: str | None) -> str:
@@ -120,7 +105,7 @@ def page_data(
     views: Sequence[View],
     shown: int,
     comparison: Comparison | None = None,
-    facts: ModelFacts | None = None,
+    facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
 ) -> dict[str, Any]:
     """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
@@ -144,7 +129,7 @@ def page_data(
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
     if against is not None:
         _add_changes(variants[shown], compare_plans(against, views[shown].plan))
-    model = {"model": _present(asdict(facts))} if facts is not None else {}
+    model = {"model": dict(facts)} if facts is not None else {}
     return {"format": 1, "shown": shown, **model, "variants": variants}
 
 
@@ -372,7 +357,7 @@ def render_html(
     views: Sequence[View],
     shown: int,
     comparison: Comparison | None = None,
-    facts: ModelFacts | None = None,
+    facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
 ) -> str:
     """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
@@ -381,18 +366,17 @@ def render_html(
 
     Args:
         views: all variants of a model.
-        shown: position of the variant to show first if there is no comparison.
-        comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
-        facts: of the model as a whole, for the head of the page.
-        against: another plan, whose decisions are told where they differ.
+        shown: as for :func:`page_data`.
+        comparison: likewise.
+        facts: likewise.
+        against: likewise.
 
     Raises:
-        ValueError: the comparison is of another model, or of a variant that this model lacks; or ``against`` is of
-            another model.
+        ValueError: as for :func:`page_data`.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison, facts, against)
-    name = facts.name if facts is not None and facts.name else "autocastfx"
+    name = (facts or {}).get("name", "autocastfx")
     parts = {
         "title": html.escape(f"{name}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
