@@ -24,6 +24,7 @@ from torch import nn
 
 from autocastfx.capture.call import conversion_is_off, device_of
 from autocastfx.cli.model import converted, given_model, given_options, load_inputs
+from autocastfx.cli.parser import add_file
 from autocastfx.conversion import convert
 from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, PlanError, UnmatchedRuleWarning, listed
@@ -226,7 +227,7 @@ def add_run_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None
     parser.add_argument(
         "--uncaptured", choices=UNCAPTURED, default="autocast", help="how code runs that is not captured; autocast"
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write what became of each model, as JSON")
+    add_file(parser, "--report", help="write what became of each model, as JSON")
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the path of the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
