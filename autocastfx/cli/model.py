@@ -312,17 +312,14 @@ def _state_dict(weights: Any, path: Path) -> Mapping[str, torch.Tensor]:
         raise ModelSpecError(f"{path} holds a {type(weights).__name__}: --weights takes a state_dict, tensors by name.")
     other = next((name for name, value in weights.items() if not isinstance(value, torch.Tensor)), None)
     if other is not None:
-        inner = next((name for name, value in weights.items() if _is_state_dict(value)), None)
+        held = {name: value for name, value in weights.items() if isinstance(value, Mapping) and value}
+        inner = next((n for n, value in held.items() if all(isinstance(t, torch.Tensor) for t in value.values())), None)
         way = f" One seems to be under {inner!r}: save it by itself." if inner is not None else ""
         kind = type(weights[other]).__name__
         raise ModelSpecError(
             f"{path}: {other!r} is a {kind}, and --weights takes a state_dict alone, tensors by name.{way}"
         )
     return weights
-
-
-def _is_state_dict(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, torch.Tensor) for v in value.values())
 
 
 def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], path: Path, spec: str) -> None:

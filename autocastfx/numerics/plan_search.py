@@ -149,7 +149,8 @@ def rules_for(
         The rules, and the plan that follows from them.
     """
     said, chosen = _Wanted(wanted, sensitivity), set[Group]()
-    rules, plan, views = OpList(name="tuned"), start, _views(wanted)
+    views = {group_of(node) for node in wanted.nodes if node.decision.category is Category.CLEAR}
+    rules, plan = OpList(name="tuned"), start
     for _ in range(_MOST_ROUNDS):
         groups = [group for group in _differing(plan, wanted) if group not in chosen and group in said.sides]
         missing = [group for group in groups if group not in views]
@@ -167,10 +168,6 @@ def _is_alike(plan: Plan, wanted: Plan) -> bool:
     """True if views alone differ, in a way that costs nothing."""
     error, other = plan.error or 0.0, wanted.error or 0.0
     return plan.traffic.moved <= wanted.traffic.moved and error <= 1.01 * other
-
-
-def _views(plan: Plan) -> set[Group]:
-    return {group_of(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
 
 
 def _computes(node: PlannedNode) -> bool:
@@ -213,7 +210,8 @@ class _Wanted:
         """The rules as the data of a list: one for layers that agree, if several are chosen."""
         families: dict[Group, list[Group]] = {}
         for module, op in self.sides:
-            families.setdefault((_layered(module), op), []).append((module, op))
+            layered = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)  # ``h.*.attn`` for ``h.3.attn``
+            families.setdefault((layered, op), []).append((module, op))
         rules: dict[tuple[str, str], list[Group]] = {}
         for (path, _), members in families.items():
             asked = [group for group in members if group in chosen]
@@ -234,11 +232,6 @@ class _Wanted:
         names = {effect.name for effect in self.sensitivity.effects}
         error = math.hypot(*(self.sensitivity[node.name].error for node in nodes if node.name in names))
         return f"tuned: in 16 bits it would add {error:.1e} to {total}" if error else "tuned"
-
-
-def _layered(path: str) -> str:
-    """The path with ``*`` for numbers: ``h.*.attn`` for ``h.3.attn``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 # Spend the bytes that a plan leaves of a limit: run further ops in float32, first those that add most to its error.
@@ -283,12 +276,9 @@ def by_share(plan: Plan) -> list[Group]:
         if node.effect and node.placement.run is Precision.LOW:
             effects.setdefault(group_of(node), []).append(node.effect)
     whole = added(node.effect for node in plan.nodes if node.effect)
-    falls = {group: _fall(added(own), whole) for group, own in effects.items()}
+    parts = {group: zip(added(own), whole, strict=True) for group, own in effects.items()}
+    falls = {group: sum(one * (2 * total - one) for one, total in pairs) for group, pairs in parts.items()}
     return sorted((group for group, fall in falls.items() if fall > 0), key=lambda group: -falls[group])
-
-
-def _fall(own: Signature, whole: Signature) -> float:
-    return sum(one * (2 * total - one) for one, total in zip(own, whole, strict=True))
 
 
 def raised(group: Group) -> OpList:

@@ -22,8 +22,8 @@ from torch import nn
 from autocastfx.errors import ArgumentError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.plan.plan import Plan, Precision
-from autocastfx.plan.plan_diff import PlanDiff, diff
-from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
+from autocastfx.plan.plan_diff import diff
+from autocastfx.report.comparison import Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
 from autocastfx.report.headline import brief_reason, headline, headline_data
 from autocastfx.report.reason import Reasons
@@ -34,29 +34,24 @@ from autocastfx.runtime.amp_module import AmpModule
 # The part of the page's data that tells how another plan decides: by node, and for the graph.
 
 
-def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
-    """Compare the plan of a graph with another one.
-
-    Raises:
-        ValueError: no node has the same name in both.
-    """
+def _add_changes(variant: dict[str, Any], against: Plan, plan: Plan) -> None:
+    """Add what another plan says to the data of a variant, and of each node that differs; of one it lacks, nothing."""
     difference = diff(against, plan)
     if plan.nodes and len(difference.added) == len(plan.nodes):
         raise ArgumentError(
             "the plan given as against= is of another model or graph: no node of it is in the one shown. Give the plan "
             "of the same model, converted in another way."
         )
-    return difference
-
-
-def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
-    """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
+    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
     changed: dict[str, dict[str, Any]] = {node.name: {"added": True} for node in difference.added}
     for pair in difference.changed:
         node, because = pair.before, str(pair.before.placement.because)
         said = {"runs": str(node.placement), "because": because, "decided": str(node.decision), "moved": pair.moved}
         changed[pair.name] = _present(said)
-    return changed
+    for node in variant["nodes"]:
+        if node["name"] in changed:
+            node["before"] = changed[node["name"]]
 
 
 # Facts about a converted model and its page, for the header of the page.
@@ -128,22 +123,14 @@ def page_data(
     shown = shown if comparison is None else compared_variant(views, comparison)
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
     if against is not None:
-        _add_changes(variants[shown], compare_plans(against, views[shown].plan))
+        _add_changes(variants[shown], against, views[shown].plan)
     model = {"model": dict(facts)} if facts is not None else {}
     return {"format": 1, "shown": shown, **model, "variants": variants}
 
 
-def _add_changes(variant: dict[str, Any], difference: PlanDiff) -> None:
-    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
-    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
-    changed = changed_nodes(difference)
-    for node in variant["nodes"]:
-        if node["name"] in changed:
-            node["before"] = changed[node["name"]]
-
-
 def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
-    numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
+    values = comparison.nodes if comparison is not None else ()
+    numbers = {n.name: {**_numbers(n), **({"gradient": _numbers(n.gradient)} if n.gradient else {})} for n in values}
     parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
     reasons, homes, whys = Reasons(rows), _Homes(rows), _Whys(rows)
@@ -265,10 +252,6 @@ def _shade(row: Row) -> str:
 
 def _present(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value not in ("", None, False, ())}
-
-
-def _of_value(node: ComparedNode) -> dict[str, Any]:
-    return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
 
 
 def _numbers(deviation: Deviation) -> dict[str, float | str]:
