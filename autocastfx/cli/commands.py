@@ -33,7 +33,6 @@ from autocastfx.graph.node import path_and_around
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, PlannedNode, select
-from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
@@ -336,9 +335,10 @@ def diff(options: Namespace) -> int:
         before, after = (converted(options, op_list, model).plan for op_list in options.op_list)
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
-    difference = diff_plans(before, after)
-    _give(options, _of_diff(difference), str(difference))
-    return int(bool(difference))
+    found = diff_plans(before, after)
+    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in found.changed]
+    _give(options, {"changed": changed, "removed": found.removed, "added": found.added}, str(found))
+    return int(bool(found))
 
 
 def convert_model(options: Namespace) -> int:
@@ -423,11 +423,6 @@ def _read_plan(path: Path) -> Plan:
         raise PlanError(f"cannot read the plan {path}: {error.strerror or error}.") from error
     except ValueError as error:
         raise PlanError(f"{path} is no plan that dump --format json wrote: {error}.") from error
-
-
-def _of_diff(difference: PlanDiff) -> dict[str, Any]:
-    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in difference.changed]
-    return {"changed": changed, "removed": difference.removed, "added": difference.added}
 
 
 def _of_rule(rule: Any) -> dict[str, Any]:

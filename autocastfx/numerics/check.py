@@ -365,6 +365,8 @@ class _Checking:
     def found(self) -> Check:
         """Return the result."""
         parts = self.compared
+        converter = cast("Converter", self.ours._original.converter) if isinstance(self.ours, AmpModule) else None
+        prices = converter.prices if converter is not None else None
         return Check(
             model=type(self.model).__name__,
             dtype=dtype_name(self.low),
@@ -372,13 +374,8 @@ class _Checking:
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),
-            float8=allowance(self.plans(), _sensitivity(self.ours)),
+            float8=allowance(self.plans(), prices.sensitivity if prices is not None else None),
         )
-
-
-def _sensitivity(ours: nn.Module) -> Sensitivity | None:
-    converter = cast("Converter", ours._original.converter) if isinstance(ours, AmpModule) else None
-    return converter.prices.sensitivity if converter is not None and converter.prices is not None else None
 
 
 def allowance(plans: Sequence[Plan], sensitivity: Sensitivity | None) -> Float8Allowance | None:

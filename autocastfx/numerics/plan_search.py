@@ -150,11 +150,15 @@ def rules_for(
     """
     said, chosen = _Wanted(wanted, sensitivity), set[Group]()
     views = {group_of(node) for node in wanted.nodes if node.decision.category is Category.CLEAR}
-    rules, plan = OpList(name="tuned"), start
+    rules, plan, runs = OpList(name="tuned"), start, {node.name: node.placement.run for node in wanted.nodes}
     for _ in range(_MOST_ROUNDS):
-        groups = [group for group in _differing(plan, wanted) if group not in chosen and group in said.sides]
+        differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
+        differing = dict.fromkeys(map(group_of, differs))
+        groups = [group for group in differing if group not in chosen and group in said.sides]
         missing = [group for group in groups if group not in views]
-        if not missing and not _is_alike(plan, wanted):
+        # If views alone differ, it may be in a way that costs nothing.
+        is_alike = plan.traffic.moved <= wanted.traffic.moved and (plan.error or 0.0) <= 1.01 * (wanted.error or 0.0)
+        if not missing and not is_alike:
             missing = groups
         if not missing:
             break
@@ -164,12 +168,6 @@ def rules_for(
     return rules, plan
 
 
-def _is_alike(plan: Plan, wanted: Plan) -> bool:
-    """True if views alone differ, in a way that costs nothing."""
-    error, other = plan.error or 0.0, wanted.error or 0.0
-    return plan.traffic.moved <= wanted.traffic.moved and error <= 1.01 * other
-
-
 def _computes(node: PlannedNode) -> bool:
     return node.placement.run in _SIDES and node.op != "getitem"
 
@@ -177,12 +175,6 @@ def _computes(node: PlannedNode) -> bool:
 def group_of(node: PlannedNode) -> Group:
     """Return the module and the op by which a rule names a node."""
     return node.module, base_name(node.op)
-
-
-def _differing(plan: Plan, wanted: Plan) -> list[Group]:
-    runs = {node.name: node.placement.run for node in wanted.nodes}
-    differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
-    return list(dict.fromkeys(map(group_of, differs)))
 
 
 @dataclass(frozen=True)
@@ -420,7 +412,8 @@ class PlanSearch:
             is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
             if is_over or any(one.key == said.key for one in tried):
                 continue
-            point = replace(said.point, measured=self._measured(said, judge))
+            again = convert_captured(self.base, self._with(said.rules or OpList()))
+            point = replace(said.point, measured=judge(cast("AmpModule", again), self.low))
             tried.append(replace(said, point=point))
             if self.fills and not limit.keeps(point):
                 candidates.append(following)
@@ -436,10 +429,6 @@ class PlanSearch:
         best = min(kept, key=lambda one: limit.rank(one.point))
         complete = self.complete(best.rules or OpList()).plan
         return replace(best, plan=complete), [*front, *(one.point for one in tried)]
-
-    def _measured(self, said: Found, judge: TargetDistance) -> float:
-        again = convert_captured(self.base, self._with(said.rules or OpList()))
-        return judge(cast("AmpModule", again), self.low)
 
     def complete(self, rules: OpList) -> Variant:
         """Convert by rules laid over the list to start from."""

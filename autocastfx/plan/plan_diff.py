@@ -111,6 +111,8 @@ class PlanDiff:
         moves = Counter((_precision(d.before), _precision(d.after)) for d in self.changed if d.moved)
         moved = [f"{count} from {old} to {new}" for (old, new), count in sorted(moves.items())]
         before, after = self.before, self.after
+        known = before.error is not None and after.error is not None
+        predicted = f"; predicted error: {before.error:.1e} → {after.error:.1e}" if known else ""
         same_reason = sum(not d.moved for d in self.changed)
         return [
             f"plans: {before.low} on {before.device}, op list {before.op_list} → "
@@ -118,13 +120,8 @@ class PlanDiff:
             f"nodes moved: {', '.join(moved) or 'none'}; with another reason alone: {same_reason}; "
             f"removed: {len(self.removed)}; added: {len(self.added)}",
             f"casts: {len(before.casts)} → {len(after.casts)}; "
-            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}{self._predicted}",
+            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}{predicted}",
         ]
-
-    @property
-    def _predicted(self) -> str:
-        before, after = self.before.error, self.after.error
-        return "" if before is None or after is None else f"; predicted error: {before:.1e} → {after:.1e}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [(d.name, d.after.op, *_cells(self._renamed(d), d.after)) for d in self.changed]

@@ -51,17 +51,13 @@ def render_dot(view: View) -> str:
 def _cluster(rows: Sequence[Row], prefix: str, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for row in (r for r in rows if r.name.rpartition("/")[0] == prefix):
-        yield f"{indent}{_text(row.name)} [{', '.join(f'{key}={_text(value)}' for key, value in _look(row).items())}];"
+        look = {"label": "\n".join(_label(row)), **(_OPS[row.precision] if row.kind == "op" else _KINDS[row.kind])}
+        yield f"{indent}{_text(row.name)} [{', '.join(f'{key}={_text(value)}' for key, value in look.items())}];"
         for inner in row.runs:
             yield f"{indent}subgraph {_text(f'cluster_{inner}')} {{"
             yield f"{indent}  label={_text(f'{inner}, run by {row.name}')};"
             yield from _cluster(rows, inner, depth + 1)
             yield f"{indent}}}"
-
-
-def _look(row: Row) -> dict[str, str]:
-    base = _OPS[row.precision] if row.kind == "op" else _KINDS[row.kind]
-    return {"label": "\n".join(_label(row)), **base}
 
 
 def _label(row: Row) -> list[str]:

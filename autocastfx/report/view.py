@@ -75,7 +75,7 @@ class Shapes:
 
     def of(self, name: str, values: Values) -> str:
         """Write ``[s0=8, 32] x 2, [4]`` for a node that gives three tensors; an empty text for none."""
-        shapes = (self._shape(value.shape) for value in self._symbolic(name, values))
+        shapes = (f"[{', '.join(map(self._size, value.shape))}]" for value in self._symbolic(name, values))
         runs = [(shape, len(list(same))) for shape, same in groupby(shapes)]
         return ", ".join(shape if count == 1 else f"{shape} x {count}" for shape, count in runs)
 
@@ -86,9 +86,6 @@ class Shapes:
             if known in self._captured and _sizes(self._captured[known]) == sizes:
                 return self._captured[known]
         return values
-
-    def _shape(self, sizes: Sequence[Any]) -> str:
-        return f"[{', '.join(self._size(size) for size in sizes)}]"
 
     def _size(self, size: Any) -> str:
         if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
