@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 
 from autocastfx.cli import commands, numerics
+from autocastfx.cli.before_import import interrupted, raise_when_interrupted
 from autocastfx.cli.commands import add_run_to
-from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.model import add_conversion_options, converted
 from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, add_file, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
@@ -79,6 +79,7 @@ _EXAMPLES = {
     "diff": f"diff {_NET} --op-list default --op-list default mine.yaml",
     "compare": f"compare {_NET} --gradients",
     "check": f"check {_NET} --dtype float16",
+    "time": f"time {_NET} --dtype bfloat16",
     "bisect": f"bisect {_NET} --tolerance 0.01 -o list.yaml",
     "tune": "tune net:Net --batches net:batches --budget error=0.01 -o tuned.yaml",
     "convert": f"convert {_NET} -o net.pt",

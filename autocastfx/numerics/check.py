@@ -25,6 +25,8 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
+from autocastfx.numerics.sensitivity import check_fits
+from autocastfx.options import DType
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
@@ -212,7 +214,7 @@ def check(
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
     inputs: Inputs | None = None,
     progress: Progress = None,
@@ -246,7 +248,7 @@ def check(
     Raises:
         CaptureError: the model cannot be captured.
         CalibrationError: there are no batches.
-        SensitivityError: the loss of a batch is no single number.
+        SensitivityError: a batch does not fit the model, or its loss is no single number.
         TypeError: an option is none of :func:`convert`'s.
         UnsupportedError: a converted model was given with options of a conversion, or without its original; an option
             leaves no original to compare with, or nothing to choose; or an enabled one cannot be copied.
@@ -256,7 +258,9 @@ def check(
     if first is None:
         raise CalibrationError("there are no batches to check with. An iterator can be read only once.")
     chosen = {**options, **({"dtype": dtype} if dtype is not None else {})}
-    with _checking(model, arguments_of(first if inputs is None else inputs(first)), op_list, chosen) as checking:
+    given = arguments_of(first if inputs is None else inputs(first))
+    check_fits(model, *given)
+    with _checking(model, given, op_list, chosen) as checking:
         with counted(progress, "checking") as show:
             for done, batch in enumerate(itertools.chain([first], rest), 1):
                 checking.add(arguments_of(batch if inputs is None else inputs(batch)), batch, loss_fn)

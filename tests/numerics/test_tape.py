@@ -132,11 +132,13 @@ def test_a_result_that_nothing_reads_leaves_the_others_gradients() -> None:
     assert "var_mean" in found
 
 
-def test_a_loss_keeps_its_own_parameters_without_gradients() -> None:
-    inputs, own = (torch.ones(2, requires_grad=True),), torch.ones(2, requires_grad=True)
-    run = run_side_by_side(None, convert(Function(lambda x: torch.tanh(x)), inputs), inputs, {}, gradients=True)
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_loss_keeps_its_own_parameters_without_gradients(learns: bool) -> None:
+    inputs, own = (torch.ones(2, requires_grad=learns),), torch.ones(2, requires_grad=True)
+    amp_model = convert(Function(lambda x: torch.tanh(x)), inputs)
+    run = run_side_by_side(None, amp_model, inputs, {}, gradients=True)
     assert list(run.steps())
     found: list[Gradients] = []
     run_backwards(run, lambda output: (output.float() * own).sum(), 1.0, found.append)
-    assert found
+    assert bool(found) == learns
     assert own.grad is None
