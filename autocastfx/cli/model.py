@@ -273,8 +273,9 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
         place = None if torch.cuda.is_available() else "cpu"  # as saved, where it can be
         made: Any = torch.load(path, map_location=place, weights_only=False)
     except Exception as error:  # whatever the file's own code raises
+        said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
         raise CaptureError(
-            f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
+            f"reading {spec} raised {said}. The code of the model's classes must be importable from here."
         ) from error
     if isinstance(made, torch.jit.ScriptModule):
         raise ModelSpecError(f"{spec} holds a TorchScript module, which has no Python code to capture.")
@@ -347,11 +348,6 @@ def _check_is_file(path: Path, what: str) -> None:
         raise ModelSpecError(f"cannot read the {what} {path}: it is a folder.")
     if not path.is_file():
         raise ModelSpecError(f"cannot read the {what} {path}: no such file.")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
 # Options of the command line that are arguments of ``convert``.

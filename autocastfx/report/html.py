@@ -21,7 +21,7 @@ from torch import nn
 
 from autocastfx.errors import ArgumentError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.plan.plan_diff import diff
 from autocastfx.report.comparison import Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
@@ -133,13 +133,14 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     numbers = {n.name: {**_numbers(n), **({"gradient": _numbers(n.gradient)} if n.gradient else {})} for n in values}
     parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
-    reasons, homes, whys = Reasons(rows), _Homes(rows), _Whys(rows)
+    reasons, homes, whys = Reasons(rows), _Homes(rows), dict[str, int]()  # each reason once, with a number from 1
+    known = {row.name: row.planned for row in rows if row.planned is not None}
     places = {row.name: i for i, row in enumerate(rows)}
     nodes = [
         _present(
             {
                 **_node(row, reasons),
-                "why": whys.of(row),
+                "why": _why(row, known, whys),
                 "passive": row.kind == "op" and not row.computes,
                 **_predicted(row, view),
                 **_kept(row, view),
@@ -161,7 +162,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
-        "whys": list(whys.numbers),
+        "whys": list(whys),
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
@@ -169,18 +170,11 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     }
 
 
-class _Whys:
-    """The reasons of ops in words, each once: nodes refer to them by number, from 1."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.numbers: dict[str, int] = {}
-        self._known = {row.name: row.planned for row in rows if row.planned is not None}
-
-    def of(self, row: Row) -> int | None:
-        """Return the number of a row's reason; None if no precision is at stake."""
-        if row.planned is None or row.precision is Precision.CAPTURED:
-            return None
-        return self.numbers.setdefault(brief_reason(row.planned, self._known), len(self.numbers) + 1)
+def _why(row: Row, known: Mapping[str, PlannedNode], whys: dict[str, int]) -> int | None:
+    """Return the number of a row's reason; None if no precision is at stake."""
+    if row.planned is None or row.precision is Precision.CAPTURED:
+        return None
+    return whys.setdefault(brief_reason(row.planned, known), len(whys) + 1)
 
 
 def _beginning(comparison: Comparison) -> dict[str, Any]:
