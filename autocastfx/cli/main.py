@@ -15,6 +15,7 @@ from importlib.metadata import version
 from autocastfx.cli import commands, numerics
 from autocastfx.cli.before_import import interrupted, raise_when_interrupted
 from autocastfx.cli.commands import add_run_to
+from autocastfx.cli.doctor import doctor as run_doctor
 from autocastfx.cli.model import add_conversion_options, converted
 from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, add_file, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
@@ -258,8 +259,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     lint_it.set_defaults(run=_run_lint)
     add_run_to(add, common)
-    doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
-    doctor.set_defaults(run=commands.doctor)
+    doctor = add("doctor", parents=[data], help="versions, devices, how fast 16 bits are, and what cannot run in them")
+    doctor.set_defaults(run=run_doctor)
     _add_lists(add("lists", help="look at op lists; alone, names the presets"), data, common, dtype, inputs)
     return parser
 

@@ -121,12 +121,12 @@ class Check:
 
     @property
     def noise(self) -> tuple[CheckedValue, ...]:
-        """The gradients that would be inexact, but that are noise in float32, too: terms that cancel, but for rounding.
+        """The gradients that are noise in float32, too: terms that cancel, as of a bias before a batch norm.
 
         In float32 they are less than 8 of its epsilons of all gradients; torch.autocast's lead nowhere either, and the
         converted model's are at most ten times as far off. As part of all gradients they are judged nevertheless.
         """
-        return tuple(one for one in self._too_far() if self._is_noise(one))
+        return tuple(one for one in self.values if self._is_noise(one))
 
     def _too_far(self) -> list[CheckedValue]:
         matters = _MATTERS * next((self._allowed(one) for one in self.values if one.name == _ALL), 0.0)
@@ -171,7 +171,8 @@ class Check:
             yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
         if self.noise:
             named = ", ".join(one.name for one in self.noise[:_MOST])
-            yield f"  terms that cancel, and leave rounding in float32 too: {named}"
+            more = f", and {len(self.noise) - _MOST} more" if len(self.noise) > _MOST else ""
+            yield f"  zero but for rounding, in float32 too, as of a bias before a batch norm: {named}{more}"
         if self.float8 is not None:
             times = (
                 f"{self.float8.outputs:.3g} times torch.autocast's of outputs, {self.float8.gradients:.3g} of gradients"
@@ -182,7 +183,7 @@ class Check:
 
     def _shown(self) -> list[CheckedValue]:
         """Return outputs and all gradients, and the gradients that are inexact, or worst beside torch.autocast's."""
-        each = [one for one in self.values if not _is_whole(one)]
+        each = [one for one in self.values if not _is_whole(one) and not self._is_noise(one)]
         each.sort(key=lambda one: (one not in self.inexact, -(one.ratio if one.ratio == one.ratio else one.error)))
         return [*filter(_is_whole, self.values), *each[:3]]
 
