@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from autocastfx.errors import ArgumentTypeError
 from autocastfx.graph.cell import aligned, table
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, Traffic
 
 _MOST_IN_A_CELL = 20  # rows
 
@@ -111,17 +111,27 @@ class PlanDiff:
         moves = Counter((_precision(d.before), _precision(d.after)) for d in self.changed if d.moved)
         moved = [f"{count} from {old} to {new}" for (old, new), count in sorted(moves.items())]
         before, after = self.before, self.after
-        known = before.error is not None and after.error is not None
-        predicted = f"; predicted error: {before.error:.1e} → {after.error:.1e}" if known else ""
         same_reason = sum(not d.moved for d in self.changed)
         return [
             f"plans: {before.low} on {before.device}, op list {before.op_list} → "
             f"{after.low} on {after.device}, op list {after.op_list}",
             f"nodes moved: {', '.join(moved) or 'none'}; with another reason alone: {same_reason}; "
             f"removed: {len(self.removed)}; added: {len(self.added)}",
-            f"casts: {len(before.casts)} → {len(after.casts)}; "
-            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}{predicted}",
+            f"casts: {len(before.casts)} → {len(after.casts)}; {self._bytes}{self._predicted}",
         ]
+
+    @property
+    def _bytes(self) -> str:
+        plans = self.before, self.after
+        if any(plan.traffic == Traffic() for plan in plans):  # placement: follow counts those of casts alone
+            before, after = (sum(cast.bytes for cast in plan.casts) for plan in plans)
+            return f"bytes moved by casts: {before:,} → {after:,}"
+        return f"bytes moved: {self.before.traffic.moved:,} → {self.after.traffic.moved:,}"
+
+    @property
+    def _predicted(self) -> str:
+        before, after = self.before.error, self.after.error
+        return "" if before is None or after is None else f"; predicted error: {before:.1e} → {after:.1e}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [(d.name, d.after.op, *_cells(self._renamed(d), d.after)) for d in self.changed]
