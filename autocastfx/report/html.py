@@ -26,6 +26,7 @@ from autocastfx.plan.plan_diff import diff
 from autocastfx.report.comparison import Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
 from autocastfx.report.headline import brief_reason, headline, headline_data
+from autocastfx.report.packed import packed
 from autocastfx.report.reason import Reasons
 from autocastfx.report.text import summary
 from autocastfx.report.view import Row, View, float8_clauses, in_numbers
@@ -306,6 +307,7 @@ class _Homes:
 
 SCRIPTS = (
     "viz-standalone.js",
+    "packed.js",
     "words.js",
     "repeats.js",
     "model.js",
@@ -353,6 +355,7 @@ def render_html(
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison, facts, against)
+    data["variants"] = [{**variant, "nodes": packed(variant["nodes"])} for variant in data["variants"]]
     name = (facts or {}).get("name", "autocastfx")
     parts = {
         "title": html.escape(f"{name}: {views[data['shown']].variant}"),
