@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from tests.helpers import relative_error
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 STEPS, WIDTH, FAR = 3, 8, 20.3  # beside which 16 bits do not see a step
 X = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -43,16 +43,6 @@ class Counter(nn.Module):
         return cell - begin
 
 
-def behaviour(model: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    output = run(X)
-    output.float().square().mean().backward()
-    return {
-        "output": output.detach().float(),
-        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
-
-
 @pytest.mark.parametrize(
     ("cell", "dtype", "way"),
     [
@@ -64,17 +54,12 @@ def behaviour(model: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]
 )
 def test_a_state_that_adds_up_is_as_exact_as_under_torch_autocast(cell: Any, dtype: torch.dtype, way: str) -> None:
     model = Counter(cell)
-    exact = behaviour(model, model)
-    with torch.autocast("cpu", dtype):
-        autocast = behaviour(model, model)
-    if way == "convert":
-        ours = behaviour(model, autocastfx.convert(model, (X,), dtype=dtype, check=False))
-    else:
-        enabled = copy.deepcopy(model)
-        ours = behaviour(enabled, autocastfx.enable(enabled, dtype=dtype))
-    for name, value in exact.items():
-        bound = 1.2 * relative_error(autocast[name], value) + torch.finfo(dtype).eps
-        assert relative_error(ours[name], value) <= bound, name
+    ours = (
+        autocastfx.convert(model, (X,), dtype=dtype, check=False)
+        if way == "convert"
+        else autocastfx.enable(copy.deepcopy(model), dtype=dtype)
+    )
+    assert_as_near_as_autocast(trained_on(X), model, ours, dtype)
 
 
 def test_a_state_that_begins_in_16_bits_is_float32_from_there_on() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from autocastfx.passes.analysis.backward_adds import Readers, contributions
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDTH = 32
@@ -127,20 +126,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _errors(model: nn.Module, ids: Tensor, low: torch.dtype, way: str) -> list[Tensor]:
-    model = copy.deepcopy(model)
-    run = autocastfx.convert(model, (ids,), dtype=low, check=False) if way == "convert" else model
-    with torch.autocast("cpu", low) if way == "autocast" else nullcontext():
-        out = run(ids)
-    (out.float() - 1).square().mean().backward()
-    return [out.detach().float(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
 def _assert_as_exact_as_autocast(model: nn.Module, ids: Tensor, low: torch.dtype) -> None:
-    exact, ours, theirs = (_errors(model, ids, low, way) for way in ("float32", "convert", "autocast"))
-    for wanted, got, usual in zip(exact, ours, theirs, strict=True):
-        far, allowed = ((each - wanted).norm() / wanted.norm() for each in (got, usual))
-        assert far <= 1.2 * allowed + torch.finfo(low).eps
+    step = trained_on(ids, loss=lambda out: (out.float() - 1).square().mean())
+    assert_as_near_as_autocast(step, model, autocastfx.convert(model, (ids,), dtype=low, check=False), low)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import OpList
-from tests.helpers import Function, relative_error
+from tests.helpers import Function
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 X = torch.rand(2, 1, 12, 12)
 
@@ -233,24 +234,7 @@ def test_values_less_a_parameter_are_float32(name: str) -> None:
 def test_values_less_a_parameter_are_as_exact_as_under_torch_autocast(dtype: torch.dtype) -> None:
     model = Centred(lambda y, c: F.relu(y) - c, CENTRE)
     amp_model = autocastfx.convert(model, (ROWS,), dtype=dtype)
-    exact = errors_of(model, lambda: model(ROWS))
-    with torch.autocast("cpu", dtype):
-        autocast = errors_of(model, lambda: model(ROWS))
-    ours = errors_of(model, lambda: amp_model(ROWS))
-    for name, value in exact.items():
-        bound = 1.2 * relative_error(autocast[name], value) + torch.finfo(dtype).eps
-        assert relative_error(ours[name], value) <= bound, name
-
-
-def errors_of(model: nn.Module, call: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """What a call gives, and the gradients of its mean square."""
-    model.zero_grad()
-    output = call()
-    output.float().square().mean().backward()
-    return {
-        "output": output.detach().float(),
-        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
+    assert_as_near_as_autocast(trained_on(ROWS), model, amp_model, dtype)
 
 
 def test_a_parameter_that_is_near_0_is_added_in_16_bits() -> None:
