@@ -25,6 +25,7 @@ from autocastfx.graph.node import dtypes, origin
 from autocastfx.plan.plan import Precision
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
+from tests.helpers import Net
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -162,22 +163,6 @@ def _fresh(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 class Named(dict[str, Any]):
     """The keyword arguments of a call."""
-
-
-class Net(nn.Module):
-    """A function of (itself, inputs) as a model, with the modules, parameters and buffers that it uses."""
-
-    def __init__(self, function: Callable[..., Any], **held: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in held.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def net(function: Callable[..., Any], **held: Any) -> Net:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from tests.decided import decided
 from tests.helpers import relative_error
 from tests.nearness import assert_as_near_as_autocast, trained_on
 
@@ -96,7 +97,7 @@ def test_the_formula_is_that_of_the_cell(cell: Any, bias: bool) -> None:
 
 
 def test_where_products_are_float32_a_cell_stays_whole() -> None:
-    plan = autocastfx.convert(Once(nn.LSTMCell(WIDTH, WIDTH)), (X,), dtype="bfloat16", op_list="float32").plan
+    plan = decided(Once(nn.LSTMCell(WIDTH, WIDTH)), X, dtype="bfloat16", op_list="float32").plan
     assert (plan["lstm_cell"].op, plan["lstm_cell"].dtype) == ("lstm_cell", "float32,float32")
 
 
@@ -104,15 +105,13 @@ def test_where_products_are_float32_a_cell_stays_whole() -> None:
 def test_a_persons_rule_for_the_cell_keeps_it_whole(category: str) -> None:
     mine = autocastfx.OpList.of({category: ["gru_cell"]}, name="mine")
     model = Once(nn.GRUCell(WIDTH, WIDTH))
-    plan = autocastfx.convert(model, (X,), dtype="bfloat16", op_list=["default", mine]).plan
+    plan = decided(model, X, dtype="bfloat16", op_list=["default", mine]).plan
     assert plan["gru_cell"].dtype == {"allow": "bfloat16", "deny": "float32"}[category]
 
 
 def test_a_gru_layer_of_many_steps_is_float32_where_its_kernel_rounds_the_state() -> None:
     dtypes = {
-        (device, steps): autocastfx.convert(
-            nn.GRU(WIDTH, WIDTH), (torch.rand(steps, 4, WIDTH),), dtype="bfloat16", device=device, check=False
-        )
+        (device, steps): decided(nn.GRU(WIDTH, WIDTH), torch.rand(steps, 4, WIDTH), dtype="bfloat16", device=device)
         .plan["gru"]
         .dtype
         for device in ("cpu", "cuda")

@@ -16,6 +16,7 @@ from autocastfx import OpList
 from autocastfx.errors import OpListError, UnmatchedRuleWarning
 from autocastfx.plan.plan import Plan, PlannedSaved
 from autocastfx.policy.saved import Keep
+from tests.decided import decided
 from tests.helpers import Function
 from tests.runtime.test_saved import Layers
 
@@ -144,7 +145,7 @@ def test_a_plan_with_it_reads_back_and_is_told(tmp_path: Any) -> None:
     plan = amp_model.plan
     assert Plan.from_json(plan.to_json()) == Plan.from_json(Plan.from_json(plan.to_json()).to_json())
     assert Plan.from_json(plan.to_json()).saved == plan.saved
-    assert '"saved"' not in autocastfx.convert(Mlp(), (X,), dtype="bfloat16", check=False).plan.to_json()
+    assert '"saved"' not in decided(Mlp(), X, dtype="bfloat16").plan.to_json()
     assert "kept for backward: " in autocastfx.dump(amp_model)
     assert "for backward: recomputed by gelu, 0 instead of 65,536 bytes" in autocastfx.explain(amp_model, "gelu")
     page = autocastfx.dump(amp_model, format="html")

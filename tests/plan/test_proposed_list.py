@@ -44,7 +44,7 @@ def test_the_list_of_a_reason_turns_its_node_around(name: str, tmp_path: Path) -
     original = converted("encoder_layer")._original
     assert original.model is not None
     inputs = torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)
-    again = autocastfx.convert(original.model, inputs, op_list=["default", str(path)])
+    again = autocastfx.convert(original.model, inputs, op_list=["default", str(path)], check=False)
     assert again.plan[name].placement.run is not view.plan[name].placement.run
 
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autocastfx import OpList, convert, load_op_list, presets
+from autocastfx import OpList, load_op_list, presets
 from autocastfx.errors import OpListError
 from autocastfx.policy.rule import Category
 from autocastfx.policy.write_list import Change
+from tests.decided import decided
 
 WHEN: dict[str, list[dict[str, Any] | None]] = {
     "gelu": [None, {"approximate": "none"}, {"approximate": ["none", "tanh"]}],
@@ -127,7 +128,7 @@ def test_a_saved_list_decides_as_the_list_and_warns_of_no_more(name: str, own: d
     lists = load_op_list(name) | OpList.of(own)
     lists.save(tmp_path / "own.yaml")
     x = torch.randn(4, 8)
-    plans = [convert(Squares(), x, dtype=name, op_list=one).plan for one in (lists, tmp_path / "own.yaml")]
+    plans = [decided(Squares(), x, dtype=name, op_list=one).plan for one in (lists, tmp_path / "own.yaml")]
     before, after = ([(n.name, n.decision.category, n.decision.reason, n.placement) for n in p.nodes] for p in plans)
     assert before == after
 

@@ -16,6 +16,7 @@ from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.decide.checks import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from tests.decided import decided
 from tests.helpers import Function, relative_error
 from tests.nearness import assert_as_near_as_autocast
 
@@ -187,7 +188,7 @@ def positions(m: Any, x: Tensor) -> Tensor:
 def test_a_parameter_may_be_cast_beside_a_low_operand_and_a_buffer_may_not(
     function: Callable[..., Any], node: str, fold: Any, runs: str, because: str
 ) -> None:
-    found = autocastfx.convert(Model(function), (X,), dtype=LOW, fold=fold).plan[node]
+    found = decided(Model(function), X, dtype=LOW, fold=fold).plan[node]
     assert (found.dtype, str(found.placement.because)) == (runs, because)
 
 
@@ -200,7 +201,7 @@ def test_a_parameter_of_the_size_of_the_result_is_a_value() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.state + (self.state @ self.weight) * 1e-3) @ x
 
-    plan = autocastfx.convert(Learned(), (X,), dtype=LOW).plan
+    plan = decided(Learned(), X, dtype=LOW).plan
     assert (plan["add"].dtype, str(plan["add"].placement.because)) == ("float32", "an input is float32")
 
 
@@ -209,9 +210,7 @@ def test_under_kernel_an_activation_is_narrowed_that_was_float32_for_a_deny() ->
         y = x @ m.weight
         return (y + functional.layer_norm(y @ m.weight, (8,))) @ m.weight
 
-    runs = {
-        f: autocastfx.convert(Model(residual), (X,), dtype=LOW, fold=f).plan["add"].dtype for f in ("none", "kernel")
-    }  # pyright: ignore
+    runs = {f: decided(Model(residual), X, dtype=LOW, fold=f).plan["add"].dtype for f in ("none", "kernel")}  # pyright: ignore
     assert runs == {"none": "float32", "kernel": "bfloat16"}
 
 
@@ -219,5 +218,5 @@ def test_what_allow_ops_alone_read_is_moved_in_16_bits() -> None:
     def moved(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.flip(0) @ m.weight, m.held.flip(0)
 
-    plan = autocastfx.convert(Model(moved), (X,), dtype=LOW).plan
+    plan = decided(Model(moved), X, dtype=LOW).plan
     assert (plan["flip"].dtype, plan["flip_1"].dtype) == ("bfloat16", "float32")

@@ -17,6 +17,7 @@ import autocastfx
 from autocastfx.errors import BannedOpError, OpListError, UnmatchedRuleWarning
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
+from tests.decided import decided
 from tests.helpers import Function, op_list, relative_error, unchecked
 
 LOW = [torch.float16, torch.bfloat16]
@@ -66,7 +67,9 @@ def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, t
 def test_a_module_class_decides_for_all_ops_inside(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GLU(), nn.Linear(8, 16))
     rules = op_list(tmp_path, "deny: [torch.nn.modules.activation.GLU]")
-    amp_model = autocastfx.convert(model, (torch.rand(2, 16),), op_list=["default", rules], dtype="float16")
+    amp_model = autocastfx.convert(
+        model, (torch.rand(2, 16),), op_list=["default", rules], dtype="float16", check=False
+    )
     assert amp_model.plan["glu"].dtype == "float32"
     assert str(amp_model.plan["glu"].decision.source).endswith("test.yaml:1:8")
 
@@ -232,7 +235,9 @@ def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: 
 
 def test_a_preset_that_follows_torch_autocast_keeps_its_number() -> None:
     x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool)
-    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    amp_model = autocastfx.convert(
+        Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu", check=False
+    )
     assert "hides" not in amp_model.plan["where"].decision.reason
     assert f"{LEAST}" in amp_model.code
 
@@ -314,7 +319,7 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(2, 3, 8)
     low = autocastfx.convert(Net(), (x,), dtype=torch.bfloat16)
     high = autocastfx.convert(Net(), (x,), dtype=torch.float16)
-    other = autocastfx.convert(Net(), (x,), dtype=torch.float16, device="cuda")
+    other = decided(Net(), x, dtype=torch.float16, device="cuda")
     assert low.plan["lstm"].dtype.startswith("bfloat16")
     assert other.plan["lstm"].dtype.startswith("float16")
     assert high.plan["lstm"].dtype.startswith("float32")
@@ -491,7 +496,7 @@ def test_a_product_with_a_value_beyond_the_range_stays_float32() -> None:
 def test_statistics_beyond_the_range_do_not_concern_an_op_that_keeps_them_float32() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
     model[1].running_var.fill_(1e5)
-    plan = autocastfx.convert(model, (torch.rand(3, 8),), dtype=torch.float16).plan
+    plan = decided(model, torch.rand(3, 8), dtype=torch.float16).plan
     assert plan["batch_norm"].placement.run is Precision.LOW
 
 
@@ -581,7 +586,7 @@ class Held(nn.Module):
 def test_a_buffer_of_one_element_counts_as_its_number(
     x: torch.Tensor, number: float, trained: bool, source: str
 ) -> None:
-    decision = autocastfx.convert(Held(number, trained), (x,), dtype=torch.float16).plan["add"].decision
+    decision = decided(Held(number, trained), x, dtype=torch.float16).plan["add"].decision
     assert decision.source == source or not (source or str(decision.source).startswith("forced"))
     assert decision.reason.startswith("epsilon=") is bool(source)
 

@@ -195,5 +195,5 @@ def test_models_are_as_near_to_float32_as_before_and_keep_less(make: Callable[[]
 
 def test_in_float16_masked_attention_stays() -> None:
     given = {"input_ids": torch.randint(0, 32, (2, 32)), "attention_mask": torch.ones(2, 32, dtype=torch.long)}
-    model = autocastfx.convert(bert().eval(), (), given, dtype=torch.float16, recompose=ATTENTION)
+    model = autocastfx.convert(bert().eval(), (), given, dtype=torch.float16, recompose=ATTENTION, check=False)
     assert model.plan.recomposed == ()
