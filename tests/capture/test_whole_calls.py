@@ -21,7 +21,7 @@ import autocastfx
 from autocastfx import AmpModule, OpList
 from autocastfx.capture.kept_whole import AutogradCall
 from autocastfx.errors import BannedOpError, CaptureError, UnmatchedRuleWarning
-from tests.helpers import op_list, relative_error
+from tests.helpers import Net, op_list, relative_error
 
 
 class Straight(torch.autograd.Function):
@@ -382,15 +382,6 @@ class Checkpointed(nn.Module):
         return checkpoint.checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
-class InSequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint.checkpoint_sequential(self.inner, 2, x, use_reentrant=False)
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_checkpointing_is_kept(training: bool) -> None:
     module = Checkpointed(False).train(training)
@@ -417,7 +408,12 @@ def test_reentrant_checkpointing_is_kept(training: bool) -> None:
 
 def test_checkpointing_of_a_sequence_is_refused_with_the_line() -> None:
     with pytest.raises(CaptureError, match=r"(?s)checkpoint_sequential.*test_whole_calls\.py:\d+.*enable"):
-        convert(InSequence())
+        convert(
+            Net(
+                lambda m, x: checkpoint.checkpoint_sequential(m.inner, 2, x, use_reentrant=False),
+                inner=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            )
+        )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -17,7 +17,7 @@ from autocastfx import CompileBackend
 from autocastfx.errors import UncapturedGraphWarning, VariantError
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
-from tests.helpers import op_list, relative_error, sampled, saved_bytes
+from tests.helpers import Net, op_list, relative_error, sampled, saved_bytes
 from tests.nearness import assert_as_near_as_autocast
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -314,14 +314,9 @@ def test_a_wrong_argument_is_said(options: dict[str, Any], message: str) -> None
         CompileBackend(**options)
 
 
-class Normalized(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.normalize(x @ x.t())
-
-
 def test_a_function_of_torch_that_a_list_names_stays_whole() -> None:
     backend = CompileBackend(dtype=LOW, op_list=["apex_o1"], inner="eager")
-    torch.compile(Normalized(), backend=backend)(torch.randn(4, 4))
+    torch.compile(Net(lambda m, x: nn.functional.normalize(x @ x.t())), backend=backend)(torch.randn(4, 4))
     (graph,) = backend.graphs
     assert "torch.nn.functional.normalize(" in graph.module.code
 
