@@ -22,8 +22,7 @@ from tests.runtime.test_saved import Layers
 
 
 def plan_of(model: nn.Module, *inputs: Tensor, saved: Any = "recompute", **options: Any) -> Plan:
-    given = {"dtype": torch.bfloat16, "check": False, **options}
-    return autocastfx.convert(model.train(), inputs, saved=saved, **given).plan
+    return decided(model.train(), *inputs, saved=saved, **{"dtype": torch.bfloat16, **options}).plan
 
 
 def parts(plan: Plan) -> dict[str, PlannedSaved]:
@@ -177,10 +176,11 @@ def test_a_wrong_word_is_one_error() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_told() -> None:
+    rules = [{"keep": "recompute"}, {"keep": "float8", "ops": ["softmax"]}]
     with pytest.warns(UnmatchedRuleWarning, match="no node of the model is 'softmax'"):
-        plan_of(Mlp(), X, saved=[{"keep": "recompute"}, {"keep": "float8", "ops": ["softmax"]}])
+        autocastfx.convert(Mlp(), X, dtype="bfloat16", saved=rules, check=False)
     with pytest.warns(UnmatchedRuleWarning, match="nothing is kept otherwise"):
-        plan_of(Mlp(8), X[:2, :8], saved="recompute")
+        autocastfx.convert(Mlp(8), X[:2, :8], dtype="bfloat16", saved="recompute", check=False)
 
 
 def test_lists_merge_and_write_back() -> None:

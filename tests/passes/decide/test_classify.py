@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ LOW = [torch.float16, torch.bfloat16]
 
 def plan_of(function: Callable[..., Any], *inputs: torch.Tensor, **options: Any) -> Plan:
     options.setdefault("dtype", torch.float16)
-    return autocastfx.convert(Function(function), inputs, **options).plan
+    return decided(function, *inputs, **options).plan
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_a_cast_to_the_dtype_of_another_value_follows_it(x: torch.Tensor) -> Non
         y = x @ x
         return y.tanh().to(y.dtype) @ x
 
-    plan = plan_of(follow, x)
+    plan = autocastfx.convert(Function(follow), x, dtype="float16", check=False).plan
     assert "to" not in [n.op for n in plan.nodes]
     assert plan["tanh"].dtype == "float16"
 
@@ -275,7 +276,8 @@ def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Ten
 
 def test_values_measured_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
     keep = torch.ones(8, 8, dtype=torch.bool).tril()
-    plan = plan_of(attend, x, keep, calibrate=[(x, keep)])
+    given = {"dtype": "float16", "calibrate": [(x, keep)], "check": False}
+    plan = autocastfx.convert(Function(attend), (x, keep), **given).plan
     assert plan["where"].decision.source == "forced:range"
 
 
@@ -445,15 +447,16 @@ def test_rules_that_match_nothing_are_warned_of_once_each_and_can_be_silenced(
 ) -> None:
     rules = op_list(tmp_path, "{deny: [exp2, tanh], modules: [{path: haed, category: low}]}")
     warnings.simplefilter("always")
-    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
+    convert = partial(autocastfx.convert, Function(lambda x: x.tanh() @ x), x, dtype="float16", check=False)
+    convert(op_list=["default", rules])
     assert [(w.category, str(w.message).partition("test.yaml")[2], w.filename) for w in recwarn.list] == [
         (UnmatchedRuleWarning, ":1:9: no node of the model is 'exp2'.", __file__),
         (UnmatchedRuleWarning, ":1:32: no module of the model matches 'haed'.", __file__),
     ]
     recwarn.clear()
     warnings.simplefilter("ignore", UnmatchedRuleWarning)
-    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
-    plan_of(lambda x: x.tanh() @ x, x, op_list="default")
+    convert(op_list=["default", rules])
+    convert(op_list="default")
     assert recwarn.list == []
 
 
