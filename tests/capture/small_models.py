@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers import Straight
+
 __all__ = ["DEFERRED", "MODELS", "Small", "made"]
 
 
@@ -548,18 +550,6 @@ def comparisons(self: Any, x: Tensor) -> Any:
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
-
-
-class Straight(torch.autograd.Function):
-    """Rounds forward, passes gradients on as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 3
 
 
 @small(normal(2, 8), a=lin(), b=lin())
