@@ -22,8 +22,6 @@ from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.decided import decided
 from tests.helpers import Function, op_list, unchecked
 
-Edit = Callable[[dict[str, Any]], None]
-
 
 class Model(nn.Module):
     """An allow op, infer and clear ops, deny ops, a tuple, a comparison, an island and a mutated storage."""
