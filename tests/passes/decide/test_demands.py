@@ -30,7 +30,7 @@ LIST = """
 
 
 def plan_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> autocastfx.Plan:
-    return autocastfx.convert(Function(function), inputs or (X, W), **{"dtype": LOW, **options}).plan
+    return decided(function, *(inputs or (X, W)), **{"dtype": LOW, **options}).plan
 
 
 @pytest.fixture
