@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -22,9 +22,16 @@ from autocastfx.options import Options
 from autocastfx.passes.pipeline import ConvertedGraph
 from tests.helpers import listing
 
+Traced = tuple[fx.Graph, dict[str, Any], dict[str, torch.Tensor]]
 
-def decided(model: Callable[..., Any], *inputs: Any, **options: Any) -> ConvertedGraph:
-    """Trace a function of tensors, or a module, and run the passes with the options of ``convert``."""
+
+def traced(model: Callable[..., Any], *inputs: Any) -> fx.Graph:
+    """The operators that a function of tensors, or a module, calls."""
+    return _traced(model, inputs)[0]
+
+
+def _traced(model: Callable[..., Any], inputs: tuple[Any, ...]) -> Traced:
+    """The graph, its constants, and the parameters and buffers that it reads."""
     held = dict[str, torch.Tensor]()
     if isinstance(model, nn.Module):
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -35,14 +42,20 @@ def decided(model: Callable[..., Any], *inputs: Any, **options: Any) -> Converte
         return tuple(pytree.tree_leaves(result))
 
     names = [*held, *(f"args_{i}" for i in range(len(inputs)))]
-    traced = make_fx(flat, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*held.values(), *inputs)
+    module = make_fx(flat, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*held.values(), *inputs)
     attributes: dict[str, Any] = {}
-    graph = tidy(traced, [], attributes, names, follows=True)
+    graph = tidy(module, [], attributes, names, follows=True)
     drop_settled(graph, attributes)
     for node in graph.find_nodes(op="placeholder"):
         if node.target in held:
             node.op = "get_attr"
             next(iter(node.users), node).prepend(node)  # as a capture reads it
+    return graph, attributes, held
+
+
+def decided(model: Callable[..., Any], *inputs: Any, **options: Any) -> ConvertedGraph:
+    """Trace a function of tensors, or a module, and run the passes with the options of ``convert``."""
+    graph, attributes, held = _traced(model, inputs)
     device = next((t.device for t in (*held.values(), *inputs) if isinstance(t, torch.Tensor)), torch.device("cpu"))
     of_model = model if isinstance(model, nn.Module) else None
     chosen = Options(**options)

@@ -16,11 +16,10 @@ from torch import Tensor, fx, nn
 from transformers import activations
 
 import autocastfx
-from autocastfx.graph.node import copy_graph
 from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import _is_wide, recompose
 from autocastfx.plan.plan import Plan, Recomposed
-from tests.decided import decided, rewritten
+from tests.decided import decided, rewritten, traced
 from tests.helpers import Function, op_list, relative_error, text
 
 SCALE = math.sqrt(2 / math.pi)
@@ -69,9 +68,7 @@ WRITTEN |= {
 
 def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
     """A copy of the graph of ``function`` as captured."""
-    variant = autocastfx.convert(Function(function), inputs, recompose=False, dtype="float16").variants[0]
-    assert variant.captured is not None
-    return copy_graph(variant.captured.graph)
+    return traced(function, *inputs)
 
 
 def done(graph: fx.Graph) -> tuple[Recomposed, ...]:

@@ -16,8 +16,8 @@ from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.decide.checks import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
-from tests.decided import decided
-from tests.helpers import Function, relative_error
+from tests.decided import decided, traced
+from tests.helpers import relative_error
 from tests.nearness import assert_as_near_as_autocast
 
 X, W = torch.rand(8, 8), torch.rand(8, 8)
@@ -40,9 +40,7 @@ class Model(nn.Module):
 
 def provenance(function: Callable[[Any, Tensor], Any]) -> tuple[set[str], set[str], list[str]]:
     """The names of parameters and of values from outside, and what ``function`` gives back."""
-    captured = autocastfx.convert(Model(function).eval(), (X,), dtype="float16").variants[0].captured
-    assert captured is not None
-    graph, rules, facts = captured.graph, load_op_list("bfloat16"), load_kernel_facts()
+    graph, rules, facts = traced(Model(function).eval(), X), load_op_list("bfloat16"), load_kernel_facts()
     decisions = Classifier(rules, facts, LOW, "cpu")(graph, {}).decisions
     targets = frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and "held" not in str(n.target))
     found = Provenance.of(graph, units_of(graph, decisions, Ports(rules, facts)), targets)
@@ -117,12 +115,11 @@ def test_a_mask_added_to_scores_does_not_bring_them_from_outside() -> None:
     ],
 )
 def test_the_operands_that_make_a_result_float32(function: Callable[..., Any], expected: list[str]) -> None:
-    captured = autocastfx.convert(Function(function), (X, torch.tensor(80.0)), dtype="float16").variants[0].captured
-    assert captured is not None
-    (made,) = captured.graph.output_node().all_input_nodes
+    graph = traced(function, X, torch.tensor(80.0))
+    (made,) = graph.output_node().all_input_nodes
     ports = Ports(load_op_list("bfloat16"), load_kernel_facts())
     names = {"args_0": "x", "args_1": "n"}
-    found = [names.get(n.name, n.name) for n in decisive(made, ports, set(captured.graph.nodes))]
+    found = [names.get(n.name, n.name) for n in decisive(made, ports, set(graph.nodes))]
     assert found == expected
 
 

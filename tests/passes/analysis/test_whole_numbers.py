@@ -15,17 +15,15 @@ import autocastfx
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, holds_one_number, largest_whole, told_apart
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
-from tests.decided import decided
+from tests.decided import decided, traced
 from tests.helpers import Function
 
 X = torch.rand(2, 16)
 LOW = torch.bfloat16
 
 
-def graph_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> fx.Graph:
-    captured = autocastfx.convert(Function(function), inputs or (X,), **options).variants[0].captured
-    assert captured is not None
-    return captured.graph
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
+    return traced(function, *(inputs or (X,)))
 
 
 def graph_of_any_size(function: Callable[..., Any]) -> fx.Graph:
@@ -138,9 +136,7 @@ def test_buffers_count_as_they_are_held_and_values_as_measured() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self.steps + 1, self.rates + 1, x.round() * 1
 
-    captured = autocastfx.convert(Model(), (X,), dtype="float16").variants[0].captured
-    assert captured is not None
-    graph = captured.graph
+    graph = traced(Model(), X)
     held = {str(n.target): 699.0 for n in graph.nodes if n.op == "get_attr" and "steps" in str(n.target)}
     added, other, rounded = graph.output_node().all_input_nodes
     reach, _ = whole(graph, held=held, measured={"round_1": 40.0})
