@@ -4,9 +4,11 @@ A name is imported when it is first asked for. Errors and warnings are in :mod:`
 """
 
 # ruff: noqa: E402
-from autocastfx.cli.interrupt import end_when_interrupted
+from autocastfx.cli.before_import import begin_command
 
-end_when_interrupted()  # before the other imports, which take seconds
+__version__ = "0.1.0"
+
+begin_command(__version__)  # before the other imports, which take seconds
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from autocastfx.numerics.logprob_gap import logprob_gap
     from autocastfx.numerics.plan_search import Budget
     from autocastfx.numerics.sensitivity import sensitivity
+    from autocastfx.numerics.time import time
     from autocastfx.numerics.tune import tune
     from autocastfx.numerics.watch import watch
     from autocastfx.plan.plan import Plan
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
     from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
     from autocastfx.training.loss_scaler import LossScaler
     from autocastfx.training.optimizer import LossScalingOptimizer, StepResult
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AmpModule",
@@ -87,6 +88,7 @@ __all__ = [
     "sensitivity",
     "show",
     "suggest_loss_scale",
+    "time",
     "tune",
     "watch",
 ]
@@ -104,6 +106,7 @@ _HOMES = {
     "numerics.logprob_gap": "logprob_gap",
     "numerics.plan_search": "Budget",
     "numerics.sensitivity": "sensitivity",
+    "numerics.time": "time",
     "numerics.tune": "tune",
     "numerics.watch": "watch",
     "plan.plan": "Plan",
@@ -133,4 +136,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return [*__all__]

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of, refuse_scripted
+from autocastfx.capture.call import INPUTS_ALONE, Call, CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import isolated, set_modes
 from autocastfx.capture.measure import measured_run
@@ -130,8 +130,7 @@ def _check_fit(
         return signature.bind(args, kwargs)
     except TypeError as error:
         raise CalibrationError(
-            f"batch {number} does not fit {type(model).__name__}.forward: {error}. A batch holds the inputs of one "
-            "call, and no targets."
+            f"batch {number} does not fit {type(model).__name__}.forward: {error}. {INPUTS_ALONE}"
         ) from None
 
 

@@ -25,6 +25,7 @@ from autocastfx.calibration import calibrate as measure_ranges
 from autocastfx.calibration import first_call
 from autocastfx.capture import plain_function
 from autocastfx.capture.call import (
+    INPUTS_ALONE,
     Call,
     CallSignature,
     check_arguments,
@@ -42,7 +43,7 @@ from autocastfx.errors import (
     UncheckedWarning,
     UnsupportedError,
 )
-from autocastfx.options import Options, for_models
+from autocastfx.options import DType, Fold, Fuse, Options, Weights, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import Ranges
@@ -63,10 +64,10 @@ def convert(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
-    weights: str = "cast",
-    fold: str = "exact",
+    weights: Weights = "cast",
+    fold: Fold = "exact",
     calibrate: Ranges | str | os.PathLike[str] | Iterable[Any] | None = None,
     headroom: float = 2.0,
     device: torch.device | str | None = None,
@@ -76,7 +77,7 @@ def convert(
     sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
     check: bool | None = None,
     saved: str | Sequence[Mapping[str, Any]] = "as computed",
-    fuse: str = "none",
+    fuse: Fuse = "none",
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -325,6 +326,9 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
     for category, message in told:
         warnings.warn(message, category, stacklevel=stacklevel)
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
+    if not conversion_is_off() and converter.op_list.name != "float32":
+        for without in conversion_warnings.without_effect(amp_model, weights=converter.weights, fold=converter.fold):
+            _LOG.warning("%s: %s.", type(amp_model._model).__name__, without)
 
 
 def _as_module(model: object) -> nn.Module:
@@ -356,6 +360,7 @@ def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kw
         return signature.bind(args, kwargs)
     except TypeError as error:
         hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
+        hint = f" {INPUTS_ALONE}" if len(args) > 1 else hint
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
 
 

@@ -35,6 +35,11 @@ _SAID = {"fp16": torch.float16, "half": torch.float16, "bf16": torch.bfloat16} |
 }
 
 
+def is_dtype(value: object) -> bool:
+    """True of a dtype, and of the name of one that a conversion can use."""
+    return isinstance(value, torch.dtype) or (isinstance(value, str) and value.lower() in _SAID)
+
+
 def low_dtype(said: torch.dtype | str) -> torch.dtype:
     """Return the 16-bit dtype that a user named: ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.regions import check_compiler
 
 _Path = str | os.PathLike[str]
+DType = torch.dtype | Literal["float16", "bfloat16", "fp16", "half", "bf16"]
+Fold = Literal["none", "exact", "kernel"]
+Fuse = Literal["none", "inductor"]
+Weights = Literal["cast", "cached", "low"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import pickle
 import re
 import warnings
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autocastfx
-from autocastfx import AmpModule
+from autocastfx import AmpModule, OpList
 from autocastfx.conversion import convert_again, convert_captured
 from autocastfx.errors import (
     CaptureError,
@@ -535,3 +536,44 @@ def test_lines_of_a_plan_and_ranges_that_match_nothing_are_told_after_the_first_
         amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), dtype="bfloat16", **arguments)
         with pytest.warns(kind, match=words):
             amp_model(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (nn.ReLU(), {}, r"ReLU: no op of the model runs in 16 bits\. relu: this moves the fewest bytes; its category"),
+        (
+            nn.Sequential(nn.Unflatten(1, (4, 4)), nn.Linear(4, 4)),
+            {},
+            r"Sequential: no op .* fewer than product_depth 8",
+        ),
+        (nn.Softmax(-1), {"weights": "cached"}, r"Softmax: no op of the model runs in 16 bits\. softmax: .* deny"),
+        (nn.Linear(16, 16), {"fold": "kernel"}, r'Linear: fold="kernel" changes nothing: '),
+        (
+            nn.Linear(16, 16),
+            {"op_list": ["default", OpList.of({"deny": ["linear"]})]},
+            r"no op .*linear: its category is deny",
+        ),
+        (nn.Linear(16, 16), {}, ""),
+        (nn.Linear(16, 16), {"weights": "cached"}, ""),
+        (
+            nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)),
+            {"fold": "kernel", "weights": "cached"},
+            "",
+        ),
+        (nn.Linear(16, 16), {"op_list": "float32"}, ""),
+        (nn.Linear(16, 16).bfloat16(), {}, ""),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_what_a_conversion_was_asked_for_and_does_not_change_is_told_once(
+    model: nn.Module, options: dict[str, Any], told: str, first: bool
+) -> None:
+    inputs = torch.ones(2, 16, dtype=next((p.dtype for p in model.parameters()), None))
+    options = {"dtype": "bfloat16", "check": False, **options}
+    with heard(level=logging.WARNING) as warned:
+        amp_model = autocastfx.convert(model, None if first else inputs, **options)
+        for _ in range(2):
+            amp_model(inputs)
+    assert len(warned) == bool(told)
+    assert all(re.search(told, one) for one in warned)

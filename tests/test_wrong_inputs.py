@@ -112,7 +112,7 @@ INPUTS: dict[str, tuple[Act, str]] = {
     ),
     "call: a size": (
         lambda: call(WRONG),
-        r"Net fails: a and b must have same reduction dim, but got \[3, s\d+\] X \[4, 8\]\.",
+        r"Net fails: a and b must have same reduction dim, but got \[3, (5|s\d+)\] X \[4, 8\]\.",
     ),
     "call: a dtype": (lambda: call(X.long()), "mat1 and mat2 must have the same dtype, but got Long and Float"),
     "call: nothing": (lambda: call(), "missing a required argument: 'x'"),
@@ -185,6 +185,40 @@ ARGUMENTS: dict[str, tuple[Act, str]] = {
     "enabled class": (lambda: autocastfx.enable(Net), "enable takes an nn.Module, not a class"),  # type: ignore
     "op_list: a number": (lambda: convert(op_list=3), r"op_list is a name, a path, .*, not int \(3\)"),
 }
+PAIR = (X, torch.zeros(3, dtype=torch.long))
+BY_PART = r"does not fit Net\.forward: .*: inputs=lambda batch: batch\[0\]\."
+
+
+def two(_: Any, other: Tensor) -> Tensor:
+    return other.sum()
+
+
+# What a first look at an example leads to.
+FORMS: dict[str, tuple[Act, str]] = {
+    "two inputs": (
+        lambda: autocastfx.convert(Net(), X, X),  # type: ignore
+        r".*not Tensor\. Several .* go in a tuple: convert\(model, ",
+    ),
+    "a dtype by place": (
+        lambda: autocastfx.convert(Net(), X, "bfloat16"),  # type: ignore
+        r".*not 'bfloat16'\. Options go by name: .*dtype=\"bfloat16\"\)",
+    ),
+    "a dtype alone": (lambda: autocastfx.convert(Net(), torch.float16), r".*Options go by name"),  # type: ignore
+    "a pair": (lambda: convert((X, None, None, X)), r".*too many positional arguments\. .* alone, and no targets"),
+    "check: pairs": (lambda: autocastfx.check(Net(), [(*PAIR, X, X)]), f".*{BY_PART}"),
+    "sensitivity: pairs": (lambda: autocastfx.sensitivity(Net(), [(*PAIR, X, X)], two), f".*{BY_PART}"),
+    "tune: pairs": (lambda: autocastfx.tune(Net(), [(*PAIR, X, X)] * 2, two), f".*{BY_PART}"),
+    "check: a loss of targets": (
+        lambda: autocastfx.check(Net(), [PAIR], two, inputs=lambda batch: batch[0]),
+        r"loss_fn\(output, batch\) raised AttributeError: .* the whole batch, here a tuple of 2: ",
+    ),
+    "compare: a batch": (lambda: autocastfx.compare(None, convert(), PAIR), r"(.|\n)*go one by one: .*\*batch\)\."),
+    "compare: targets": (lambda: autocastfx.compare(None, convert(), X, None, None, X), ".* alone, and no targets"),
+    "compare: a loss of targets": (
+        lambda: autocastfx.compare(None, convert(), X, gradients=True, loss=two),  # type: ignore
+        r"loss takes the model's output alone, .*'other'\. It may read targets from around it",
+    ),
+}
 FILES: dict[str, tuple[Act, str]] = {
     "no list": (lambda: convert(op_list="nope.yaml"), r"cannot read the op list nope\.yaml: No such file"),
     "no preset": (lambda: convert(op_list="bfloat17"), r"no preset is named 'bfloat17' \(did you mean 'bfloat16'\?\)"),
@@ -226,7 +260,7 @@ FILES: dict[str, tuple[Act, str]] = {
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [pytest.param(*case, id=name) for table in (INPUTS, ARGUMENTS, FILES) for name, case in table.items()],
+    [pytest.param(*case, id=name) for table in (INPUTS, ARGUMENTS, FORMS, FILES) for name, case in table.items()],
 )
 def test_a_wrong_input_is_one_short_message(
     act: Act, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -295,4 +329,4 @@ def test_wrong_arguments_are_two_lines(line: str, message: str, capfd: pytest.Ca
 
 
 def test_there_are_fifty_and_more() -> None:
-    assert len(INPUTS) + len(ARGUMENTS) + len(FILES) + len(COMMANDS) > 50
+    assert len(INPUTS) + len(ARGUMENTS) + len(FORMS) + len(FILES) + len(COMMANDS) > 50

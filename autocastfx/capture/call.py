@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import dtype_name
+from autocastfx.dtypes import dtype_name, is_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from autocastfx.policy.kernel_facts import LEVELS
 
@@ -303,6 +303,9 @@ def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
 # Read the inputs of one call as a user gives them, and the device that they and the model are on.
 
 _FROM_NUMPY = "Make a tensor of it: torch.from_numpy(array)."
+INPUTS_ALONE = "Give the inputs of the model alone, and no targets."
+_SEVERAL = "Several inputs of one call go in a tuple: convert(model, (a, b)); keyword inputs in a dict."
+_BY_NAME = 'Options go by name: convert(model, example_inputs, dtype="bfloat16").'
 _IN_A_TUPLE = "An object that is the model's first argument goes into a tuple: (inputs,)."
 
 
@@ -316,6 +319,11 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     Raises:
         TypeError: the inputs are none of these; or both hold keyword inputs.
     """
+    if keywords is not None and not isinstance(keywords, Mapping):
+        given, hint = type(keywords).__name__, _SEVERAL
+        if is_dtype(keywords):
+            given, hint = shown(keywords), _BY_NAME
+        raise ArgumentTypeError(f"example_kwargs is a dict of keyword inputs, not {given}. {hint}")
     if isinstance(positional, Mapping):
         if keywords:
             raise ArgumentTypeError(
@@ -326,9 +334,10 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     if isinstance(positional, torch.Tensor):
         return (positional,), keywords or {}
     if positional is not None and not isinstance(positional, (tuple, list)):
+        hint = _BY_NAME if is_dtype(positional) else _FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE
         raise ArgumentTypeError(
             "example_inputs is a tensor, a tuple of the positional inputs of one call, or a dict of its keyword "
-            f"inputs, not {type(positional).__name__}. {_FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE}"
+            f"inputs, not {type(positional).__name__}. {hint}"
         )
     return tuple(cast("Sequence[Any]", positional or ())), keywords or {}
 

@@ -93,7 +93,8 @@ class _Capturing:
         self._around = around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack, warnings.catch_warnings():
+        unlogged: Any = torch._dynamo.config.patch(record_runtime_overhead=False)  # in each call, for a log of torch's
+        with ExitStack() as stack, warnings.catch_warnings(), unlogged:
             for told in _DYNAMOS:
                 warnings.filterwarnings("ignore", told)
             for context in self._around:

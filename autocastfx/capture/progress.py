@@ -57,6 +57,25 @@ def stage(what: str, part: str = "", *, is_logged: bool = True) -> Generator[Non
         _LOG.info("%s: %.1f s", what, spent)
 
 
+_LONG = 2.0  # seconds of a capture, in the middle of other work, that are told of
+
+
+@contextmanager
+def capture_shown(what: str, again: Callable[[], str]) -> Generator[None]:
+    """While open, show that ``what`` is captured; of one more graph that has taken long, tell in the log, as a warning.
+
+    Args:
+        what: the model or function.
+        again: called at the end: why there is one more graph; empty for a first one.
+    """
+    started = time.perf_counter()
+    with stage(f"capturing {what}", is_logged=False):
+        yield
+    spent = time.perf_counter() - started
+    if spent >= _LONG and (why := again()):
+        _LOG.warning("captured %s again, which took %.0f s: %s", what, spent, why)
+
+
 @contextmanager
 def parts(done: str) -> Generator[None]:
     """Log, when the work is done, how long it took and each part of it: ``converted Net in 4.1 s: capture 2.9, …``.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import shutil
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +33,7 @@ from autocastfx.plan.plan import Plan, PlannedNode, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.policy.float8 import Float8Settings
-from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
+from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.match import by_place
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
 from autocastfx.policy.rule import Rule
@@ -123,87 +121,6 @@ def _decides(rule: Rule[Any], node: PlannedNode) -> bool:
         return node.decision.source == rule.source
     is_inside = not rule.path or any(map(rule.covers, path_and_around(node.module)))
     return node.float8 is not None and is_inside and (not rule.ops or node.op in rule.ops)
-
-
-# Examine this machine for mixed precision: versions, devices, and ops without a 16-bit kernel.
-
-_PACKAGES = ("autocastfx", "networkx", "pyyaml")
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The findings about this machine. ``str`` gives them as text.
-
-    Attributes:
-        versions: versions of Python and packages, by name.
-        devices: type and name of each device that torch can use.
-        no_kernel: per device type and 16-bit dtype, the ops that the default list allows in 16 bits but, by the kernel
-            facts, the device cannot run so. Conversions keep them in float32.
-        unmeasured: device types of this machine that the kernel facts do not cover.
-    """
-
-    versions: Mapping[str, str]
-    devices: tuple[tuple[str, str], ...]
-    no_kernel: Mapping[str, Mapping[str, tuple[str, ...]]]
-    unmeasured: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield from (f"{name}: {number}" for name, number in self.versions.items())
-        yield from (f"device {kind}: {name}" for kind, name in self.devices)
-        for kind, by_dtype in self.no_kernel.items():
-            for dtype, ops in by_dtype.items():
-                yield f"on {kind} these run in float32, for want of a {dtype} kernel: {', '.join(ops) or 'none known'}"
-        for kind in self.unmeasured:
-            yield f"on {kind} no missing kernels are known"
-
-
-def examine() -> Diagnosis:
-    """Examine this machine, without running anything on its devices.
-
-    Raises:
-        OpListError: a shipped file is damaged.
-    """
-    low = [dtype_name(dtype) for dtype in LOW_DTYPES]
-    facts, devices = load_kernel_facts(), tuple(_devices())
-    kinds = tuple(dict.fromkeys(kind for kind, _ in devices))
-    known = tuple(kind for kind in kinds if any(device == kind for device, _ in facts.no_kernel))
-    return Diagnosis(
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: _version(name) for name in _PACKAGES},
-        },
-        devices=devices,
-        no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in low} for kind in known},
-        unmeasured=tuple(kind for kind in kinds if kind not in known),
-    )
-
-
-def _missing(facts: KernelFacts, kind: str, dtype: str) -> tuple[str, ...]:
-    op_list = load_op_list("default", default=dtype)
-    rules = {op: op_list.rule(op, kind) for op in facts.no_kernel.get((kind, dtype), frozenset[str]())}
-    return tuple(sorted(op for op, rule in rules.items() if rule is not None and rule.category.may_be_low))
-
-
-def _devices() -> Iterator[tuple[str, str]]:
-    yield "cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        yield "cuda", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-    for index in range(torch.xpu.device_count()):
-        yield "xpu", torch.xpu.get_device_name(index)
-    if torch.backends.mps.is_available():
-        yield "mps", platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed as a package"
 
 
 # ``autocastfx run``: run a script whose models are converted at their first calls.
@@ -336,7 +253,7 @@ def diff(options: Namespace) -> int:
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
     difference = diff_plans(before, after)
-    _give(options, _of_diff(difference), str(difference))
+    give(options, _of_diff(difference), str(difference))
     return int(bool(difference))
 
 
@@ -349,13 +266,6 @@ def convert_model(options: Namespace) -> int:
     with replacing(options.output) as unfinished:
         torch.save(amp_model, unfinished)
     print(f"{options.output}: read it with torch.load(..., weights_only=False), which runs what a file says: trust it.")
-    return 0
-
-
-def doctor(options: Namespace) -> int:
-    """Run ``doctor``."""
-    diagnosis = examine()
-    _give(options, diagnosis, str(diagnosis))
     return 0
 
 
@@ -397,7 +307,7 @@ def check_list(options: Namespace) -> int:
     op_list = load_op_list(options.list, default=dtype_name(dtype))
     uses = rule_uses(op_list, model, *load_inputs(options.inputs, place), dtype)
     none = f"{' '.join(options.list)}: no rules but those that come with this package"
-    _give(options, uses, "\n".join(map(str, uses)) or none)
+    give(options, uses, "\n".join(map(str, uses)) or none)
     return int(any(use.unmatched for use in uses))
 
 
@@ -411,7 +321,7 @@ def diff_lists(options: Namespace) -> int:
     """Run ``lists diff BEFORE AFTER``. Returns 1 if the lists differ."""
     before, after = (load_op_list(name, default=options.dtype or _LISTED) for name in (options.before, options.after))
     changes = before.diff(after)
-    _give(options, changes, "\n".join(map(str, changes)) or "both say the same")
+    give(options, changes, "\n".join(map(str, changes)) or "both say the same")
     return int(bool(changes))
 
 
@@ -434,7 +344,7 @@ def _of_rule(rule: Any) -> dict[str, Any]:
     return {"subject": rule.subject, "category": rule.wanted, "reason": rule.reason, "source": source}
 
 
-def _give(options: Namespace, data: Any, text: str) -> None:
+def give(options: Namespace, data: Any, text: str) -> None:
     """Print ``data`` if ``--json`` asks for it, else ``text``."""
     if options.json:
         print_json(data)

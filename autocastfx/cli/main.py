@@ -14,8 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autocastfx.cli import commands, numerics
+from autocastfx.cli.before_import import interrupted, raise_when_interrupted
 from autocastfx.cli.commands import add_run_to
-from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
+from autocastfx.cli.doctor import doctor as run_doctor
 from autocastfx.cli.model import add_conversion_options, converted
 from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
@@ -80,6 +81,7 @@ _EXAMPLES = {
     "diff": f"diff {_NET} --op-list default --op-list default mine.yaml",
     "compare": f"compare {_NET} --gradients",
     "check": f"check {_NET} --dtype float16",
+    "time": f"time {_NET} --dtype bfloat16",
     "bisect": f"bisect {_NET} --tolerance 0.01 -o list.yaml",
     "tune": "tune net:Net --batches net:batches --budget error=0.01 -o tuned.yaml",
     "convert": f"convert {_NET} -o net.pt",
@@ -264,8 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     lint_it.set_defaults(run=_run_lint)
     add_run_to(add, common)
-    doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
-    doctor.set_defaults(run=commands.doctor)
+    doctor = add("doctor", parents=[data], help="versions, devices, how fast 16 bits are, and what cannot run in them")
+    doctor.set_defaults(run=run_doctor)
     _add_lists(add("lists", help="look at op lists; alone, names the presets"), data, common, dtype, inputs)
     return parser
 

@@ -1,4 +1,4 @@
-"""The commands ``autocastfx compare``, ``check`` and ``bisect``: their arguments, and their runs to an exit code."""
+"""The commands `compare`, `check`, `time` and `bisect`: their arguments, and their runs to an exit code."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget
 from autocastfx.numerics.sensitivity import Measuring, check_fits
+from autocastfx.numerics.time import time
 from autocastfx.numerics.tune import Tuned, check_share, tune
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import OUTPUT, TARGETS, Sensitivity
@@ -82,6 +83,12 @@ def add_to(
     parser = add("check", parents=[*parents, model], help="run a model beside its conversion, and say what differs")
     add_conversion_options(parser)
     parser.set_defaults(run=_check_model)
+
+    parser = add("time", parents=[*parents, model], help="time a model in float32, under torch.autocast and converted")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="how often each way is timed; 15")
+    parser.add_argument("--compiled", action="store_true", help="also under torch.compile, in a minute or more")
+    add_conversion_options(parser)
+    parser.set_defaults(run=_time)
 
     parser = add("bisect", parents=with_seed, help="find the ops that have to run in float32, and write a list")
     parser.add_argument(
@@ -150,6 +157,20 @@ def _check_model(options: Namespace) -> int:
     findings = check(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
     print(findings.to_json() if options.json else findings)
     return int(not findings.ok)
+
+
+def _time(options: Namespace) -> int:
+    """Run ``time``."""
+    _check(options, "time runs the model")
+    if options.rounds < 2:
+        raise ModelSpecError(f"--rounds is a number from 2 on, not {options.rounds}.")
+    model = given_model(options, options.model)
+    place = device_of(model)
+    how = conversion_arguments(options, place) | {"rounds": options.rounds, "compiled": options.compiled}
+    batch = load_inputs(options.inputs, place)
+    timing = time(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
+    print(json.dumps(plain_data(timing), indent=1) if options.json else timing)
+    return 0
 
 
 def _bisect(options: Namespace) -> int:

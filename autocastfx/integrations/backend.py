@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -46,7 +46,7 @@ from autocastfx.integrations.checked_copies import check_capture, converted_copi
 from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
-from autocastfx.options import Options, for_models
+from autocastfx.options import DType, Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Ranges
@@ -552,14 +552,17 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
 # ``enable`` and ``disable``: convert a model that stays the object it is.
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def enable(
-    model: nn.Module,
+    model: Model,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     inner: Any = "eager",
     check: Any = None,
     **arguments: Any,
-) -> nn.Module:
+) -> Model:
     """Convert ``model`` in place: its calls run partly in 16 bits from now on, and all else of it stays.
 
     Class, modules, hooks, parameters, ``state_dict`` and methods such as ``generate`` and ``save_pretrained`` are the
@@ -620,10 +623,11 @@ def enable(
     backend.are_ranges_new = given.has_batches
     if check is not None:
         check_capture(model, backend, arguments_of(check))
-    return backend.compile(model)
+    backend.compile(model)
+    return model
 
 
-def disable(model: nn.Module) -> nn.Module:
+def disable(model: Model) -> Model:
     """Undo :func:`enable`: the model's calls run its own code again. A model that is not enabled stays as it is.
 
     Returns:

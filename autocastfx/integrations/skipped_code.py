@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.capture.dynamo import CALLER, forward_code, holds, unwrapped
 from autocastfx.capture.leave_intact import Shared, own_thread_state, random_numbers_kept
+from autocastfx.capture.progress import capture_shown
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.graph.node import place
 
@@ -199,7 +200,9 @@ def noting(capture: Callable[..., Any]) -> Callable[..., Any]:
         seen.code = args[0]
         moment, broken = time.time_ns() // 1000, len(graph_break_reasons)  # as Dynamo's records have the time
         try:
-            return capture(*args, **kwargs)
+            others = args[10]  # Dynamo's entry of a graph that does not fit
+            with capture_shown(plain_name(args[0].co_name), lambda: "no graph fits the call" if others else ""):
+                return capture(*args, **kwargs)
         finally:
             _add_new(seen.failures, (one for one in _failures() if (one.start_time_us or 0) >= moment))
             _add_new(seen.breaks, graph_break_reasons[broken:])

@@ -25,6 +25,8 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
+from autocastfx.numerics.sensitivity import check_fits
+from autocastfx.options import DType
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
@@ -119,12 +121,12 @@ class Check:
 
     @property
     def noise(self) -> tuple[CheckedValue, ...]:
-        """The gradients that would be inexact, but that are noise in float32, too: terms that cancel, but for rounding.
+        """The gradients that are noise in float32, too: terms that cancel, as of a bias before a batch norm.
 
         In float32 they are less than 8 of its epsilons of all gradients; torch.autocast's lead nowhere either, and the
         converted model's are at most ten times as far off. As part of all gradients they are judged nevertheless.
         """
-        return tuple(one for one in self._too_far() if self._is_noise(one))
+        return tuple(one for one in self.values if self._is_noise(one))
 
     def _too_far(self) -> list[CheckedValue]:
         matters = _MATTERS * next((self._allowed(one) for one in self.values if one.name == _ALL), 0.0)
@@ -169,7 +171,8 @@ class Check:
             yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
         if self.noise:
             named = ", ".join(one.name for one in self.noise[:_MOST])
-            yield f"  terms that cancel, and leave rounding in float32 too: {named}"
+            more = f", and {len(self.noise) - _MOST} more" if len(self.noise) > _MOST else ""
+            yield f"  zero but for rounding, in float32 too, as of a bias before a batch norm: {named}{more}"
         if self.float8 is not None:
             times = (
                 f"{self.float8.outputs:.3g} times torch.autocast's of outputs, {self.float8.gradients:.3g} of gradients"
@@ -180,7 +183,7 @@ class Check:
 
     def _shown(self) -> list[CheckedValue]:
         """Return outputs and all gradients, and the gradients that are inexact, or worst beside torch.autocast's."""
-        each = [one for one in self.values if not _is_whole(one)]
+        each = [one for one in self.values if not _is_whole(one) and not self._is_noise(one)]
         each.sort(key=lambda one: (one not in self.inexact, -(one.ratio if one.ratio == one.ratio else one.error)))
         return [*filter(_is_whole, self.values), *each[:3]]
 
@@ -212,7 +215,7 @@ def check(
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
     inputs: Inputs | None = None,
     progress: Progress = None,
@@ -246,7 +249,7 @@ def check(
     Raises:
         CaptureError: the model cannot be captured.
         CalibrationError: there are no batches.
-        SensitivityError: the loss of a batch is no single number.
+        SensitivityError: a batch does not fit the model, or its loss is no single number.
         TypeError: an option is none of :func:`convert`'s.
         UnsupportedError: a converted model was given with options of a conversion, or without its original; an option
             leaves no original to compare with, or nothing to choose; or an enabled one cannot be copied.
@@ -256,7 +259,9 @@ def check(
     if first is None:
         raise CalibrationError("there are no batches to check with. An iterator can be read only once.")
     chosen = {**options, **({"dtype": dtype} if dtype is not None else {})}
-    with _checking(model, arguments_of(first if inputs is None else inputs(first)), op_list, chosen) as checking:
+    given = arguments_of(first if inputs is None else inputs(first))
+    check_fits(model, *given)
+    with _checking(model, given, op_list, chosen) as checking:
         with counted(progress, "checking") as show:
             for done, batch in enumerate(itertools.chain([first], rest), 1):
                 checking.add(arguments_of(batch if inputs is None else inputs(batch)), batch, loss_fn)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
@@ -21,6 +22,7 @@ from autocastfx.numerics.mended_run import MendedRun
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of
 from autocastfx.plan.proposed_list import line_of, op_list_for
+from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
@@ -85,6 +87,11 @@ class Overflow:
 
     def __bool__(self) -> bool:
         return self.is_fault
+
+    @property
+    def op_list(self) -> OpList | None:
+        """``fix`` as ``convert`` takes it, ``op_list=["default", found.op_list]``; None without a fix."""
+        return OpList.of(yaml.safe_load(self.fix), name=f"the fix of {self.name}") if self.fix else None
 
     @property
     def headline(self) -> str:

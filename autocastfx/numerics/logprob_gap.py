@@ -26,9 +26,10 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tens
     """Return the loss of a model's output.
 
     Raises:
-        SensitivityError: it is no single number, or does not depend on anything that requires a gradient.
+        SensitivityError: it is no single number, or does not depend on anything that requires a gradient; or
+            ``loss_fn`` does not take the output and the batch.
     """
-    loss: Any = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
+    loss: Any = _own_loss(output) if loss_fn is None else _called(loss_fn, output, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         asks = "give loss_fn(output, batch), which" if loss_fn is None else "loss_fn"
@@ -39,6 +40,17 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tens
             "and no_grad."
         )
     return loss.float().reshape(())
+
+
+def _called(loss_fn: LossFunction, output: Any, batch: Any) -> Any:
+    try:
+        return loss_fn(output, batch)
+    except (TypeError, AttributeError) as error:
+        kind = f"a {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list, Mapping)) else ''}"
+        raise SensitivityError(
+            f"loss_fn(output, batch) raised {type(error).__name__}: {error}. It takes the model's output and the whole "
+            f"batch, here {kind}: lambda output, batch: cross_entropy(output, batch[1]), for example."
+        ) from error
 
 
 def _own_loss(output: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +15,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature, batch_of, sized
+from autocastfx.capture.call import INPUTS_ALONE, Call, CallSignature, batch_of, sized
 from autocastfx.capture.captured import Captured
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_modes, set_random_state
 from autocastfx.capture.measure import copies_of_written, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
-from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, CaptureError, NodeError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import NodeRun, attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
@@ -406,7 +407,14 @@ def run_side_by_side(
         )
     signature = CallSignature.of(amp_model.forward)
     args, kwargs = batch_of(signature, tuple(args), kwargs)
-    variant, call, outside = amp_model._given_to(args, kwargs)
+    try:
+        variant, call, outside = amp_model._given_to(args, kwargs)
+    except (TypeError, CaptureError) as error:
+        is_batch = len(args) == 1 and isinstance(args[0], (tuple, list))
+        if not is_batch and not isinstance(error, TypeError):
+            raise
+        hint = "The inputs of one call go one by one: compare(None, amp_model, *batch)." if is_batch else INPUTS_ALONE
+        raise type(error)(f"{error}. {hint}") from None
     ours: dict[str, torch.Tensor] = {**outside, **amp_model._held()}
     low = flatten(
         variant.keeping if gradients else variant.graph,
@@ -560,7 +568,7 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
     starts: list[Backward] = []
     for output in run.outputs():
         with run.modes():
-            value: Any = loss(output)
+            value: Any = _loss_of(loss, output)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ArgumentError(f"loss gave {kind}: it must turn the model's output into one number, as a tensor.")
@@ -572,6 +580,20 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
             )
         starts.append(Backward(value, torch.full_like(value, scale)))
     return starts
+
+
+def _loss_of(loss: Loss, output: Any) -> Any:
+    """Call ``loss``, which may want what it is not given."""
+    try:
+        inspect.signature(loss).bind(output)
+    except ValueError:  # some functions written in C have no signature
+        pass
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"loss takes the model's output alone, and this one does not: {error}. It may read targets from around it: "
+            "loss=lambda output: cross_entropy(output, targets)."
+        ) from None
+    return loss(output)
 
 
 def _sum(output: Any) -> torch.Tensor:

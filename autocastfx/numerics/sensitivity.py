@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from autocastfx.capture.call import CallSignature, arguments_of, batches_of, refuse_scripted
@@ -25,7 +24,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.segments import derivable
-from autocastfx.options import refuse_unpredicted
+from autocastfx.options import DType, refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
@@ -44,7 +43,7 @@ def sensitivity(
     *,
     of: str = "gradient",
     probes: int = 8,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
     float8: str | bool | None = None,
     inputs: Inputs | None = None,
@@ -232,7 +231,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     refuse_scripted(model)
     try:
-        CallSignature.of(model.forward).bind(args, kwargs)
+        CallSignature.of(model.forward).describe(args, kwargs)
     except TypeError as error:
         raise SensitivityError(
             f"a batch does not fit {type(model).__name__}.forward: {error}. Where a batch holds targets too, say which "

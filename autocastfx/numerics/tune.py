@@ -24,7 +24,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.saved_choice import SavedChoice, SavedSearch, check_saved
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
-from autocastfx.options import refuse_unpredicted
+from autocastfx.options import DType, Fold, refuse_unpredicted
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
@@ -198,9 +198,9 @@ def tune(
     sensitivity: Sensitivity | None = None,
     float8: str | bool | None = None,
     share: float | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: DType | None = None,
     op_list: OpListLike = "default",
-    fold: str = "exact",
+    fold: Fold = "exact",
     inputs: Inputs | None = None,
     gpu: Gpu | str = "A100",
     progress: Progress = None,

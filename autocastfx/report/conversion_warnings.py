@@ -20,12 +20,13 @@ from autocastfx.errors import (
 )
 from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.plan.edited_plan import EditedPlan
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.plan import Plan, Precision, because_of
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import MatchedRules
 from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 from autocastfx.runtime.amp_module import AmpModule
 
 _NAMED = 4  # names in a message, before the others are counted
@@ -160,6 +161,21 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
         messages = (*messages, *without_saved(op_list, plans))
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
+
+
+def without_effect(amp_model: AmpModule, *, weights: str, fold: str) -> Iterator[str]:
+    """Yield a sentence on each thing that a conversion was asked for and that changes nothing in any of its graphs."""
+    nodes = [node for variant in amp_model.variants for node in variant.plan.nodes]
+    low = [node for node in nodes if node.placement.run is Precision.LOW]
+    wide = [node for node in nodes if "float32" in node.captured and node not in low]
+    if wide and not low:
+        whys = Counter(f"{node.op}: {because_of(node)}" for node in wide).most_common(_NAMED)
+        yield f"no op of the model runs in 16 bits. {'; '.join(why for why, _ in whys)}"
+        return
+    if weights == "cached" and not any(variant.has_copies for variant in amp_model.variants):
+        yield 'weights="cached" changes nothing: no op reads a parameter in 16 bits'
+    if fold == "kernel" and not any(node.decision.category is Category.DENY for node in low):
+        yield 'fold="kernel" changes nothing: no op that computes in float32 stands between ops in 16 bits'
 
 
 def without_saved(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:

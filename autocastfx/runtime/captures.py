@@ -27,7 +27,7 @@ from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, own_thread_state, set_up_by_call
 from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, tell_of_padding
 from autocastfx.capture.plain_function import refuse_trained
-from autocastfx.capture.progress import stage
+from autocastfx.capture.progress import capture_shown, stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import ManyVariantsWarning
 from autocastfx.graph.node import HELD, STORED, HeldTensor, path_and_around, set_value, value
@@ -193,6 +193,8 @@ class Captures:
     def _begin(self) -> None:
         around = [*contexts_for(self.model), lambda: keeping_whole(self._whole, autograd=True)]
         around += [for_any_size] if self._any_size else []
+        self._why_again = ""
+        around += [lambda: capture_shown(type(self.model).__name__, lambda: self._why_again)]
         self._call = compiled_in_one_graph(forward_caller(self.model), _weakly(self._backend), around)
 
     def call(self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None) -> Any:
@@ -279,7 +281,7 @@ class Captures:
             NOW.runs._prepare(graph)
         graph.settle()
         self.graphs.append(graph)
-        _tell_of_recapture([one.captured for one in self.graphs])
+        self._why_again = _tell_of_recapture([one.captured for one in self.graphs])
         if pads() and not self._pads:
             self._pads = True
             tell_of_padding()
@@ -474,13 +476,13 @@ _LOG = logging.getLogger("autocastfx")
 MANY = 8  # graphs for one call structure, which are captured without a warning
 
 
-def _tell_of_recapture(graphs: Sequence[Captured]) -> None:
+def _tell_of_recapture(graphs: Sequence[Captured]) -> str:
     """Say why the last of the graphs was captured though there are others; warn, once, where they are many.
 
-    Call this while Dynamo captures the last one.
+    Call this while Dynamo captures the last one. Returns the reason if there are others for these modes.
     """
     if len(graphs) == 1:
-        return
+        return ""
     last, why = graphs[-1], _reason()
     _LOG.info("capturing variant %d: %s", len(graphs), why)
     if sum(one.structure == last.structure and one.training == last.training for one in graphs) == MANY + 1:
@@ -491,6 +493,7 @@ def _tell_of_recapture(graphs: Sequence[Captured]) -> None:
             ManyVariantsWarning,
             stacklevel=2,
         )
+    return why if any(one.training == last.training for one in graphs[:-1]) else ""
 
 
 def _reason() -> str:

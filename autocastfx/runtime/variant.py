@@ -106,7 +106,10 @@ class Variant(nn.Module):
 
     def has_changed(self, inputs: Sequence[Any]) -> bool:
         """True if a tensor on whose numbers decisions rest may have other numbers now."""
-        return bool(self.fixed) and not all(fixed.is_as_before(inputs) for fixed in self.fixed)
+        try:  # in each call, for each buffer: without a call of Python
+            return any(f.tensor() is not (now := inputs[f.place]) or f.version != now._version for f in self.fixed)
+        except RuntimeError:  # a tensor of inference mode has no version
+            return not all(fixed.is_as_before(inputs) for fixed in self.fixed)
 
     def still_holds(self, graph: CapturedGraph, converter: Any, inputs: Sequence[Any]) -> bool:
         """Look at those tensors: true if decisions rest on nothing that has changed, else the graph is to be converted.

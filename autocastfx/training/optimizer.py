@@ -176,7 +176,8 @@ def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
     return LossScaleError(
         f"the gradients {where} are not finite, and the loss scale is at its floor ({scale:g}) already: scaling is not "
         "the cause. The step was skipped and no weight changed. Look for Inf or NaN in the data, the loss and these "
-        "parameters, lower the learning rate, or use bfloat16."
+        "parameters: autocastfx.find_overflow(amp_model, *inputs) names the op at which they begin in a call, and "
+        "autocastfx.watch(amp_model) does in each skipped step. Or lower the learning rate, or use bfloat16."
     )
 
 

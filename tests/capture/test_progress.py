@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_an_error_erases_the_line_and_logs_no_time(monkeypatch: pytest.MonkeyPat
 
 def test_a_conversion_tells_its_captures() -> None:
     with heard() as lines:
-        autocastfx.convert(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), dtype=torch.bfloat16)
+        autocastfx.convert(nn.Sequential(nn.Linear(16, 16)), torch.randn(2, 16), dtype=torch.bfloat16)
     told = [line.partition(":")[0] for line in lines]
     assert told[0] == "capturing Sequential in train mode"
     assert set(told[1:-2]) == {"converting 5 nodes for cpu"}
@@ -66,10 +67,10 @@ def test_a_conversion_tells_its_captures() -> None:
 
 def test_a_conversion_without_inputs_tells_its_capture_at_the_first_call() -> None:
     with heard() as lines:
-        amp_model = autocastfx.convert(nn.Linear(4, 4).eval(), dtype=torch.bfloat16)
+        amp_model = autocastfx.convert(nn.Linear(16, 16).eval(), dtype=torch.bfloat16)
     assert [re.match(r"prepared Linear in \d+\.\d s", line) is not None for line in lines] == [True]
     with heard() as lines:
-        amp_model(torch.randn(2, 4))
+        amp_model(torch.randn(2, 16))
     assert [line.partition(":")[0] for line in lines] == ["capturing Linear in eval mode", "converting 5 nodes for cpu"]
 
 
@@ -110,3 +111,27 @@ def test_without_a_standard_error_nothing_is_shown(stream: Any, monkeypatch: pyt
     monkeypatch.setattr("sys.stderr", stream)
     with stage("thinking"), counted(None, "counting") as show:
         show(1)
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_a_capture_in_the_middle_of_a_run_is_shown_and_a_long_one_is_in_the_log(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, batches = Terminal(), [torch.ones(2, 4), torch.ones(2, 3, 4)]
+    if way == "convert":
+        model: nn.Module = autocastfx.convert(nn.Sequential(nn.Linear(4, 4)), batches[0], check=False)
+        model(batches[0])
+    else:
+        model = autocastfx.enable(nn.Sequential(nn.Linear(4, 4)))
+        model(batches[0])
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with heard(level=logging.WARNING) as lines:
+        model(batches[1])
+        assert "autocastfx: capturing Sequential …" in terminal.getvalue()
+        assert lines == []
+        monkeypatch.setattr("autocastfx.capture.progress._LONG", 0.0)
+        model(batches[1])
+        model(torch.ones(4))
+    (line,) = lines
+    assert re.match("captured Sequential again, which took [0-9]+ s: (it does not hold that|no graph fits)", line)

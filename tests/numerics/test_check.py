@@ -608,7 +608,8 @@ def test_a_gradient_that_is_rounding_in_float32_too_is_told_as_such() -> None:
     assert found.ok
     assert found.noise == (zero,)
     assert str(found).startswith("check of Net in bfloat16: right\n")
-    assert str(found).endswith("\n  terms that cancel, and leave rounding in float32 too: gradient of zero")
+    said = "zero but for rounding, in float32 too, as of a bias before a batch norm: gradient of zero"
+    assert str(found).endswith(f"\n  {said}")
     for value in (
         replace(zero, share=1e-5),  # float32 knows its numbers
         replace(zero, autocast=0.9),  # torch.autocast does

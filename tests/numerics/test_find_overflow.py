@@ -41,7 +41,7 @@ def test_a_fault_is_named_and_the_proposed_list_mends_it(fault: Fault, inside: b
     assert found.infinite + found.nans > 0
     assert found.in_float32 is False
     assert found.inputs
-    lists = ["default", OpList.of(fault.listed), OpList.of(yaml.safe_load(found.fix))]
+    lists = ["default", OpList.of(fault.listed), found.op_list]
     assert find_overflow(convert(model, (x,), op_list=lists, dtype="float16"), x) is None
 
 
@@ -127,7 +127,7 @@ def test_a_cast_that_overflows_names_its_readers() -> None:
     assert "return self.layers(torch.exp(x))" in found.line
     rules = [f'  - {{path: "layers.{i}", category: float32, ops: [linear]}}' for i in range(2)]
     assert found.fix.splitlines() == ["modules:", *rules]  # what the first gives is beyond the range as well
-    mended = convert(Large(), (x,), op_list=["default", OpList.of(yaml.safe_load(found.fix))], dtype="float16")
+    mended = convert(Large(), (x,), op_list=["default", found.op_list], dtype="float16")
     assert find_overflow(mended, x) is None
 
 
@@ -176,7 +176,7 @@ def test_a_mask_that_softmax_takes_is_a_note_and_not_true() -> None:
     found = find_overflow(convert(Function(masked_by_logarithm), (x, mask)), x, mask)
     assert found is not None
     assert not found
-    assert (found.name, found.in_float32, found.is_fault, found.fix) == ("log", True, False, "")
+    assert (found.name, found.in_float32, found.is_fault, found.fix, found.op_list) == ("log", True, False, "", None)
     assert str(found).startswith("no fault: log (log) in module (root) gives 6 Inf in float32.")
     assert "precision is not the cause: float32 gives it here too, and it reaches no output of the model." in str(found)
     mask[1] = 0  # a row without any key: NaN reaches the output

@@ -274,6 +274,7 @@ def test_a_gradient_that_cannot_be_differentiated_again_is_told() -> None:
         ({"loss_fn": None}, r"the loss is a tensor of shape \[64, 4\]: give loss_fn\(output, batch\)"),
         ({"loss_fn": lambda output, batch: 1.0}, "the loss is float"),
         ({"loss_fn": zero}, "the gradient of a batch is zero"),
+        ({"loss_fn": lambda output: output.sum()}, r"loss_fn\(output, batch\) raised TypeError: .* a tuple of 2: "),
         ({"loss_fn": detached}, "does not depend on anything that requires a gradient"),
         ({"loss_fn": infinite}, "the gradient of a batch is not finite in float32"),
         ({"inputs": None}, "a batch does not fit MLP.forward: .*inputs=lambda batch: batch"),

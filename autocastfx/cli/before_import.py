@@ -1,4 +1,4 @@
-"""Let Ctrl-C end the command in one line, also while the package is imported, which takes seconds."""
+"""What the command does before the package is imported, which takes seconds: tell its version, end at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ _WORDS = "autocastfx: interrupted"
 _CODE = 130
 
 
-def end_when_interrupted() -> None:
-    """Until :func:`raise_when_interrupted`, let Ctrl-C end this process, if it is the command ``autocastfx``.
+def begin_command(version: str) -> None:
+    """If this process is the command ``autocastfx``, let Ctrl-C end it until :func:`raise_when_interrupted`.
 
-    Only the import of torch and of this package runs meanwhile, so there is nothing to clean up.
+    Only the import of torch and of this package runs meanwhile, so there is nothing to clean up. Asked for its version
+    alone, the command tells it and ends.
     """
     if _is_command():
+        if sys.argv[1:] == ["--version"]:
+            print(f"autocastfx {version}")
+            sys.exit(0)
         signal.signal(signal.SIGINT, _end)
 
 

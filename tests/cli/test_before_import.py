@@ -1,4 +1,4 @@
-"""Ctrl-C, from the first import on."""
+"""What the command does before torch is imported: it ends at Ctrl-C, and tells its version."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from autocastfx.cli import interrupt
+from autocastfx.cli import before_import
 from autocastfx.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +38,14 @@ def interrupted(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_while_torch_is_imported_the_module_ends_in_one_line(tmp_path: Path) -> None:
-    done = interrupted(tmp_path, "-m", "autocastfx", "--version")
+    done = interrupted(tmp_path, "-m", "autocastfx", "doctor")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "autocastfx: interrupted\n")
 
 
 def test_so_does_the_installed_command(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "autocastfx").write_text(COMMAND)
-    done = interrupted(tmp_path, str(tmp_path / "bin" / "autocastfx"), "--version")
+    done = interrupted(tmp_path, str(tmp_path / "bin" / "autocastfx"), "doctor")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "autocastfx: interrupted\n")
 
 
@@ -52,6 +53,11 @@ def test_other_programs_see_the_exception(tmp_path: Path) -> None:
     done = interrupted(tmp_path, "-c", "import autocastfx")
     assert done.returncode == -signal.SIGINT
     assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_the_version_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    done = interrupted(tmp_path, "-m", "autocastfx", "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"autocastfx {version('autocastfx')}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -72,9 +78,9 @@ def test_which_processes_are_the_command(
     monkeypatch.setattr(sys, "orig_argv", given)
     before = signal.getsignal(signal.SIGINT)
     try:
-        interrupt.end_when_interrupted()
+        before_import.begin_command("1.0")
         assert (signal.getsignal(signal.SIGINT) is not before) == expected
-        interrupt.raise_when_interrupted()
+        before_import.raise_when_interrupted()
         assert signal.getsignal(signal.SIGINT) is (signal.default_int_handler if expected else before)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -83,7 +89,7 @@ def test_which_processes_are_the_command(
 def test_a_command_can_be_interrupted_and_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        signal.signal(signal.SIGINT, interrupt._end)
+        signal.signal(signal.SIGINT, before_import._end)
         assert main(["lists"]) == 0
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -1,0 +1,133 @@
+"""``time``: what it runs, what it says, and what it leaves as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx.cli.main import main
+from autocastfx.errors import CalibrationError, SensitivityError, UnsupportedError
+from autocastfx.numerics.time import TimedSide, Timing
+from tests.helpers import heard
+
+SIDES = ["float32", "torch.autocast", "converted", "cached and kernel"]
+X, Y = torch.randn(4, 16), torch.tensor([0, 1, 2, 3])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 16), nn.LayerNorm(16))
+        )
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+def timed(model: nn.Module, batch: Any = X, **options: Any) -> Timing:
+    return autocastfx.time(model, [batch], **{"rounds": 2, "dtype": "bfloat16", "progress": False, **options})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_side_runs_and_the_model_is_as_it_was(training: bool) -> None:
+    model = Net().train(training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    found = timed(model)
+    assert [one.name for one in found.sides] == SIDES
+    assert all(len(one.milliseconds) == 2 and min(one.milliseconds) > 0 for one in found.sides)
+    assert found.side("torch.autocast").ratios == (1.0, 1.0, 1.0)
+    assert {"addmm", "native_layer_norm"} <= found.side("float32").ops.keys()
+    assert ("native_layer_norm_backward" in found.side("converted").ops) is training
+    assert list(found.side("converted").ops.values()) == sorted(found.side("converted").ops.values(), reverse=True)
+    assert "a training step" in found.what if training else "a forward" in found.what
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert (model.calls, model.training) == (0, training)
+
+
+def test_a_loss_takes_the_output_and_the_batch() -> None:
+    seen: list[Any] = []
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        seen.append(batch)
+        return nn.functional.cross_entropy(output, batch[1])
+
+    timed(Net(), (X, Y), loss_fn=loss, inputs=lambda batch: batch[0])
+    assert seen[0][1] is Y
+    with pytest.raises(SensitivityError, match=r"inputs=lambda batch: batch\[0\]"):
+        timed(Net(), (X, Y))
+
+
+def test_compiled_sides_are_timed_when_asked_for() -> None:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    with pytest.MonkeyPatch.context() as patch:  # Inductor itself takes half a minute
+        patch.setattr(torch, "compile", lambda model: lookup_backend("eager") and model)
+        found = timed(Net(), compiled=True)
+    assert [one.name for one in found.sides] == [*SIDES, "torch.autocast, compiled", "converted, compiled"]
+
+
+def test_wrong_arguments_are_one_error() -> None:
+    with pytest.raises(UnsupportedError, match="time the original"):
+        timed(autocastfx.convert(Net(), X))
+    with pytest.raises(CalibrationError, match="no batches to time"):
+        autocastfx.time(Net(), [])
+    with pytest.raises(ValueError, match="rounds is a whole number from 2 on, not 1"):
+        timed(Net(), rounds=1)
+
+
+def side(name: str, ms: float, ratio: float, **ops: float) -> TimedSide:
+    return TimedSide(name, (ms, ms), (ratio - 0.01, ratio, ratio + 0.01), ops)
+
+
+TABLE = Timing(
+    "Net",
+    "cpu",
+    (
+        side("float32", 20.0, 2.0),
+        side("torch.autocast", 10.0, 1.0, softmax=1.0),
+        side("converted", 11.0, 1.1, softmax=2.5, mm=4.0),
+        side("cached and kernel", 9.0, 0.9),
+    ),
+)
+
+
+def test_what_to_change_is_said() -> None:
+    assert TABLE.advice == (
+        'the fastest is weights="cached", fold="kernel": 0.90 of torch.autocast\'s time.',
+        "the default takes 4 ms more in mm: explain shows why it runs so.",
+    )
+    lines = str(TABLE).splitlines()
+    assert lines[0] == "Net"
+    assert lines[4].split()[:5] == ["converted", "11", "1.10", "(1.09", "to"]
+    assert lines[-2:] == list(TABLE.advice)
+
+
+def test_a_gpu_that_waits_and_a_slow_dtype_are_said() -> None:
+    waits = replace(TABLE, device="cuda")
+    assert waits.advice[-1].startswith("the GPU waits for the host: kernels take 6.5 of 11 ms.")
+    slow = replace(TABLE, sides=(side("float32", 5.0, 0.5), *TABLE.sides[1:3], side("cached and kernel", 10.5, 1.0)))
+    assert slow.advice[0] == (
+        "nothing is faster than torch.autocast for certain: cached and kernel takes 0.99 to 1.01."
+    )
+    assert slow.advice[-1].startswith("float32 is the fastest")
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with heard():
+        line = f"time {__name__}:Net --inputs float32[4,16] --dtype bfloat16 --rounds 2"
+        assert main(line.split()) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Net in bfloat16 on a cpu: a training step without optimizer, 2 rounds in turns\n")
+    assert main([*line.split()[:-1], "1"]) == 2
+    assert "--rounds is a number from 2 on, not 1." in capsys.readouterr().err
