@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from autocastfx.errors import ArgumentTypeError
 from autocastfx.graph.cell import aligned, table
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, Traffic
 
 _MOST_IN_A_CELL = 20  # rows
 
@@ -117,9 +117,16 @@ class PlanDiff:
             f"{after.low} on {after.device}, op list {after.op_list}",
             f"nodes moved: {', '.join(moved) or 'none'}; with another reason alone: {same_reason}; "
             f"removed: {len(self.removed)}; added: {len(self.added)}",
-            f"casts: {len(before.casts)} → {len(after.casts)}; "
-            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}{self._predicted}",
+            f"casts: {len(before.casts)} → {len(after.casts)}; {self._bytes}{self._predicted}",
         ]
+
+    @property
+    def _bytes(self) -> str:
+        plans = self.before, self.after
+        if any(plan.traffic == Traffic() for plan in plans):  # placement: follow counts those of casts alone
+            before, after = (sum(cast.bytes for cast in plan.casts) for plan in plans)
+            return f"bytes moved by casts: {before:,} → {after:,}"
+        return f"bytes moved: {self.before.traffic.moved:,} → {self.after.traffic.moved:,}"
 
     @property
     def _predicted(self) -> str:

@@ -171,3 +171,13 @@ def test_another_place_of_a_float8_rule_moves_nothing() -> None:
     plans = [autocastfx.convert(model, x, dtype="bfloat16", op_list=one, check=False).plan for one in lists]
     assert [d.moved for d in autocastfx.diff(plans[0], plans[1]).changed if d.name == "linear"] == [False]
     assert [d.moved for d in autocastfx.diff(plans[0], plans[2]).changed if d.name == "linear"] == [True]
+
+
+def test_against_torch_autocasts_dispatch_the_bytes_of_casts_are_compared() -> None:
+    ours, theirs = (
+        autocastfx.convert(nn.Linear(64, 64), torch.ones(2, 64), dtype="bfloat16", op_list=name, check=False).plan
+        for name in ("default", "torch_autocast_cpu")
+    )
+    by_casts = [sum(cast.bytes for cast in one.casts) for one in (theirs, ours)]
+    assert min(by_casts) > 0
+    assert f"bytes moved by casts: {by_casts[0]:,} → {by_casts[1]:,}" in str(autocastfx.diff(theirs, ours))
