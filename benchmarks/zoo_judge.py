@@ -98,7 +98,8 @@ def distance(ours: Tensor, reference: Tensor) -> float:
     """Return the relative L2 distance, without elements that are the same infinity, or NaN, in both."""
     if ours.shape != reference.shape:
         return math.inf
-    a, b = ours.detach().double(), reference.detach().double()
+    kind = torch.complex128 if reference.is_complex() else torch.float64
+    a, b = ours.detach().to(kind), reference.detach().to(kind)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = (a - b).masked_fill(same, 0.0).norm().item()
     norm = b.where(b.isfinite(), 0.0).norm().item()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-import torch._dynamo.config
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from autocastfx.runtime.around import is_inside
@@ -20,8 +21,6 @@ from tests.thread_state import thread_state
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("new", settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
-
-DECIDING = ("cli", "passes", "plan", "policy", "presets", "report")
 
 
 def read_sampled() -> dict[str, int]:
@@ -92,13 +91,6 @@ def _short_collections() -> None:
     gc.set_threshold(10_000, 20, 20)  # a capture makes many objects that live as long as it
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _abstract_results_not_cached() -> Iterator[None]:
-    """torch's cache of abstract results pays where layers repeat; in a capture of a small model it is a fifth of it."""
-    with cast("Any", torch._dynamo.config).patch(fake_tensor_cache_enabled=False):
-        yield
-
-
 @pytest.fixture
 def threads_kept() -> Iterator[None]:
     """The main function of a benchmark sets the number of torch's threads."""
@@ -107,11 +99,22 @@ def threads_kept() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In rooms that look at decisions, `make test` leaves out the comparison of each conversion with its model."""
-    with pytest.MonkeyPatch.context() as patch:
-        room = request.path.relative_to(Path(__file__).parent).parts[0]
-        if room in DECIDING and profile_of(request.config) == "same":
-            patch.setattr("autocastfx.conversion._CHECKED", -1)
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo without what other tests have compiled."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # Dynamo reads deprecated attributes of modules while it guards them
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        # and ``grad`` of results, from which it hides its own warning, unless warnings are errors
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

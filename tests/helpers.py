@@ -71,6 +71,34 @@ class Function(nn.Module):
         return self.function(*args)
 
 
+class Net(nn.Module):
+    """A function of (itself, inputs) as a model, with the modules, parameters and buffers that it uses."""
+
+    def __init__(self, function: Callable[..., Any], **held: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; its derivative is 0 almost everywhere, and its gradient is none that a trace through it would give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 3
+
+
 def op_list(tmp_path: Path, text: str) -> autocastfx.OpList:
     """An op list from YAML text."""
     path = tmp_path / "test.yaml"
@@ -90,12 +118,6 @@ def listing(graph: fx.Graph) -> str:
         elif node.op == "output":
             lines.append("  return " + ", ".join(n.name for n in node.all_input_nodes))
     return textwrap.dedent("\n".join(lines))
-
-
-def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> str:
-    """The listing of ``function`` converted for ``inputs``."""
-    options.setdefault("dtype", torch.float16)
-    return listing(autocastfx.convert(Function(function), inputs, **options).graph)
 
 
 def text(block: str) -> str:

@@ -195,11 +195,6 @@ def test_example_inputs_that_do_not_fit_the_model(example: Any) -> None:
         autocastfx.convert(Net(), (example,), dtype="float16")
 
 
-class Custom:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 CANNOT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "branch": (lambda x: x if x.sum() > 0 else -x, "control flow depends on tensor values"),
     "item": (lambda x: x * 2 if x[0, 0].item() > 0 else x, "control flow depends on tensor values"),

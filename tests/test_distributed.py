@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +133,7 @@ def test_all_ranks_have_the_same_parameters_and_keys(trained: list[dict[str, Any
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _group(tmp_path: Path) -> Iterator[None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_wrapped_it_gives_the_same_to_the_bit(options: dict[str, Any], low: torch.dtype) -> None:
@@ -155,7 +146,7 @@ def test_wrapped_it_gives_the_same_to_the_bit(options: dict[str, Any], low: torc
     assert amp_model.bn.num_batches_tracked == 3
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 def test_modes_and_evaluation_go_through_the_wrapper() -> None:
     alone = converted(torch.bfloat16).eval()
     parallel = DistributedDataParallel(copy.deepcopy(alone)).eval()
@@ -164,7 +155,7 @@ def test_modes_and_evaluation_go_through_the_wrapper() -> None:
     assert torch.equal(parallel.train()(part(0)), alone.train()(part(0)))
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 def test_a_wrapper_around_the_original_is_not_lost() -> None:
     """Converting the wrapper's module afterwards shares the parameters that the wrapper reduces."""
     torch.manual_seed(0)

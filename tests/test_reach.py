@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,13 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLASSIFIED = next(case for case in HAND if case.name == "classified")
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("way", reach.WAYS)

@@ -22,6 +22,7 @@ from torch import nn
 
 from autocastfx.capture.call import conversion_is_off, device_of
 from autocastfx.cli.model import converted, given_model, given_options, load_inputs
+from autocastfx.cli.parser import add_file
 from autocastfx.conversion import convert
 from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, PlanError, UnmatchedRuleWarning, listed
@@ -30,7 +31,6 @@ from autocastfx.graph.node import path_and_around
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, PlannedNode, select
-from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.kernel_facts import LEVELS
@@ -143,7 +143,7 @@ def add_run_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None
     parser.add_argument(
         "--uncaptured", choices=UNCAPTURED, default="autocast", help="how code runs that is not captured; autocast"
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write what became of each model, as JSON")
+    add_file(parser, "--report", help="write what became of each model, as JSON")
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the path of the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -252,9 +252,10 @@ def diff(options: Namespace) -> int:
         before, after = (converted(options, op_list, model).plan for op_list in options.op_list)
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
-    difference = diff_plans(before, after)
-    give(options, _of_diff(difference), str(difference))
-    return int(bool(difference))
+    found = diff_plans(before, after)
+    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in found.changed]
+    give(options, {"changed": changed, "removed": found.removed, "added": found.added}, str(found))
+    return int(bool(found))
 
 
 def convert_model(options: Namespace) -> int:
@@ -332,11 +333,6 @@ def _read_plan(path: Path) -> Plan:
         raise PlanError(f"cannot read the plan {path}: {error.strerror or error}.") from error
     except ValueError as error:
         raise PlanError(f"{path} is no plan that dump --format json wrote: {error}.") from error
-
-
-def _of_diff(difference: PlanDiff) -> dict[str, Any]:
-    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in difference.changed]
-    return {"changed": changed, "removed": difference.removed, "added": difference.added}
 
 
 def _of_rule(rule: Any) -> dict[str, Any]:

@@ -11,14 +11,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from autocastfx.cli import commands, numerics
 from autocastfx.cli.before_import import interrupted, raise_when_interrupted
 from autocastfx.cli.commands import add_run_to
 from autocastfx.cli.doctor import doctor as run_doctor
 from autocastfx.cli.model import add_conversion_options, converted
-from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, group, with_examples
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, SuggestingParser, add_file, group, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import (
     AutocastFXError,
@@ -197,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     given = argparse.ArgumentParser(add_help=False, parents=[dtype])
     how = group(given, MODEL)
     how.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
-    how.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
+    add_file(how, "--weights", help="a state_dict for the model; nothing in it runs")
     how.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
     inputs = argparse.ArgumentParser(add_help=False, parents=[given])
     group(inputs, MODEL).add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
@@ -213,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     dump = add("dump", parents=of_a_model, help="show what was decided for each node of a model, and why")
     written = group(dump, WRITTEN)
     written.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
-    written.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
+    add_file(written, "-o", "--output", help="write here, not to standard output")
     written.add_argument("--full", action="store_true", help="a line for each node, parameters and casts too")
     written.add_argument(
         "--only", metavar="WHAT", help="show low, float32, captured, casts, a category such as deny, or an op alone"
@@ -223,12 +222,8 @@ def _parser() -> argparse.ArgumentParser:
     written.add_argument(
         "--width", type=int, metavar="N", help="of lines; by default the terminal's; 0, and in files: no limit"
     )
-    written.add_argument(
-        "--against",
-        type=Path,
-        metavar="PLAN",
-        help="mark on the page what this file of dump --format json decides otherwise",
-    )
+    said = "mark on the page what this file of dump --format json decides otherwise"
+    add_file(written, "--against", metavar="PLAN", help=said)
     add_conversion_options(dump)
     dump.set_defaults(run=commands.dump)
 
@@ -253,9 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_to(add, [data, inputs, lists], model)
     numerics.add_tune_to(add, [data, given, lists, model])
     convert = add("convert", parents=of_a_model, help="convert a model and save the result")
-    group(convert, WRITTEN).add_argument(
-        "-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes"
-    )
+    add_file(group(convert, WRITTEN), "-o", "--output", required=True, help="what torch.save writes")
     add_conversion_options(convert)
     convert.set_defaults(run=commands.convert_model)
 

@@ -9,7 +9,6 @@ import pkgutil
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from autocastfx.capture.call import device_of, named_device
 from autocastfx.capture.leave_intact import random_numbers_kept
-from autocastfx.cli.parser import CONVERSION, group
+from autocastfx.cli.parser import CONVERSION, add_file, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError, listed
@@ -39,81 +38,60 @@ def is_factory_call(spec: str) -> bool:
     return _FORM.fullmatch(spec) is not None
 
 
-@dataclass(frozen=True)
-class FactoryCall:
-    """A ``package.module:name``, with or without arguments in brackets.
+def called(spec: str, form: str) -> Any:
+    """Import the module of ``package.module:name`` and call what it holds, each with seed 0.
 
-    Attributes:
-        spec: its text.
-        module, path: where it is found.
-        args, kwargs: literals; nothing in them is evaluated as code.
-        has_arguments: False without brackets.
+    A model that stands there ready is not called.
+
+    Args:
+        spec: the text, with or without arguments in brackets. They are literals: nothing in them is evaluated as code.
+        form: what it should be, for the error.
+
+    Raises:
+        ModelSpecError: it is no such text, an argument is no literal, there is no such module or name, or it cannot be
+            called.
+        CaptureError: the module or the call raises.
     """
-
-    spec: str
-    module: str
-    path: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    has_arguments: bool = False
-
-    @classmethod
-    def of(cls, spec: str, form: str) -> FactoryCall:
-        """Read a text.
-
-        Args:
-            spec: the text.
-            form: what it should be, for the error.
-
-        Raises:
-            ModelSpecError: it is no such text, or an argument is no literal.
-        """
-        match = _FORM.fullmatch(spec)
-        if match is None:
-            raise ModelSpecError(f"cannot read {spec!r}: {form}.")
-        args, kwargs = _literals(spec, match[3]) if match[3] is not None else ((), {})
-        return cls(spec, match[1], match[2], args, kwargs, match[3] is not None)
-
-    def result(self) -> Any:
-        """Import the module and call what it holds, each with seed 0. A model that stands there ready is not called.
-
-        Raises:
-            ModelSpecError: there is no such module or name, or it cannot be called.
-            CaptureError: the module or the call raises.
-        """
-        value = self._value()
-        if isinstance(value, nn.Module) and not self.has_arguments:
-            return value
-        if isinstance(value, nn.Module):
-            raise ModelSpecError(f"{self.module}:{self.path} is a model itself: leave the arguments out.")
-        if not callable(value):
-            raise ModelSpecError(f"{self.spec} is a {type(value).__name__}: name a model, or something to call.")
-        try:
-            with random_numbers_kept():
-                torch.manual_seed(0)
-                return value(*self.args, **self.kwargs)
-        except Exception as error:
-            raise CaptureError(f"{self.spec} raised {_error_text(error)}") from error
-
-    def _value(self) -> Any:
-        try:
-            with random_numbers_kept():
-                torch.manual_seed(0)
-                value: Any = importlib.import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
-                raise ModelSpecError(
-                    f"{self.spec}: there is no module {error.name!r} here{_nearest_module(error.name)}. It is looked "
-                    "for in the current directory and where Python looks."
-                ) from error
-            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
-        except Exception as error:
-            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
-        for name in self.path.split("."):
-            if not hasattr(value, name):
-                raise ModelSpecError(f"{self.module} has no {self.path!r}{nearest(name, dir(value))}.")
-            value = getattr(value, name)
+    match = _FORM.fullmatch(spec)
+    if match is None:
+        raise ModelSpecError(f"cannot read {spec!r}: {form}.")
+    module, path, brackets = match.groups()
+    args, kwargs = _literals(spec, brackets) if brackets is not None else ((), {})
+    value = _imported(spec, module)
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise ModelSpecError(f"{module} has no {path!r}{nearest(name, dir(value))}.")
+        value = getattr(value, name)
+    if isinstance(value, nn.Module) and brackets is None:
         return value
+    if isinstance(value, nn.Module):
+        raise ModelSpecError(f"{module}:{path} is a model itself: leave the arguments out.")
+    if not callable(value):
+        raise ModelSpecError(f"{spec} is a {type(value).__name__}: name a model, or something to call.")
+    return _with_seed(lambda: value(*args, **kwargs), spec)
+
+
+def _imported(spec: str, module: str) -> Any:
+    try:
+        return _with_seed(lambda: importlib.import_module(module), f"importing {module}")
+    except CaptureError as raised:
+        error = raised.__cause__
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise
+        raise ModelSpecError(
+            f"{spec}: there is no module {missing!r} here{_nearest_module(missing)}. It is looked for in the current "
+            "directory and where Python looks."
+        ) from error
+
+
+def _with_seed(call: Callable[[], Any], what: str) -> Any:
+    try:
+        with random_numbers_kept():
+            torch.manual_seed(0)
+            return call()
+    except Exception as error:
+        raise CaptureError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def _literals(spec: str, brackets: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -141,10 +119,6 @@ def _nearest_module(name: str) -> str:
     return hint.replace("'", f"'{around}.", 1) if around else hint
 
 
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 # Load models and inputs that a command line names as ``package.module:factory``, or inputs as dtypes and sizes.
 
 _SHAPE = re.compile(
@@ -165,7 +139,7 @@ def load_model(spec: str) -> nn.Module:
         ModelSpecError: there is no such module or factory, or it does not return an ``nn.Module``.
         CaptureError: the module or the factory raises.
     """
-    made = FactoryCall.of(spec, "a model is package.module:factory").result()
+    made = called(spec, "a model is package.module:factory")
     if not isinstance(made, nn.Module):
         raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of a model returns an nn.Module.")
     return made
@@ -182,7 +156,7 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
         ModelSpecError: there is no such module or factory, or its result cannot be called.
         CaptureError: the module or the factory raises.
     """
-    made = FactoryCall.of(spec, f"{what} is package.module:factory").result()
+    made = called(spec, f"{what} is package.module:factory")
     if not callable(made):
         raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of {what} returns a function.")
     return made
@@ -203,7 +177,7 @@ def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, 
         CaptureError: a factory raises.
     """
     if len(specs) == 1 and is_factory_call(specs[0]):
-        made = FactoryCall.of(specs[0], f"inputs are {_FORMS}").result()
+        made = called(specs[0], f"inputs are {_FORMS}")
         if isinstance(made, dict):
             return (), {str(name): value for name, value in made.items()}
         if isinstance(made, torch.Tensor):
@@ -235,7 +209,7 @@ def load_batches(spec: str) -> list[Any]:
         ModelSpecError: there is no such module or factory, or it returns something else.
         CaptureError: the module or the factory raises.
     """
-    made = FactoryCall.of(spec, f"batches are {_FORMS}").result()
+    made = called(spec, f"batches are {_FORMS}")
     if isinstance(made, (tuple, dict, torch.Tensor)):
         return [made]
     if not isinstance(made, Iterable):
@@ -299,8 +273,9 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
         place = None if torch.cuda.is_available() else "cpu"  # as saved, where it can be
         made: Any = torch.load(path, map_location=place, weights_only=False)
     except Exception as error:  # whatever the file's own code raises
+        said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
         raise CaptureError(
-            f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
+            f"reading {spec} raised {said}. The code of the model's classes must be importable from here."
         ) from error
     if isinstance(made, torch.jit.ScriptModule):
         raise ModelSpecError(f"{spec} holds a TorchScript module, which has no Python code to capture.")
@@ -338,17 +313,14 @@ def _state_dict(weights: Any, path: Path) -> Mapping[str, torch.Tensor]:
         raise ModelSpecError(f"{path} holds a {type(weights).__name__}: --weights takes a state_dict, tensors by name.")
     other = next((name for name, value in weights.items() if not isinstance(value, torch.Tensor)), None)
     if other is not None:
-        inner = next((name for name, value in weights.items() if _is_state_dict(value)), None)
+        held = {name: value for name, value in weights.items() if isinstance(value, Mapping) and value}
+        inner = next((n for n, value in held.items() if all(isinstance(t, torch.Tensor) for t in value.values())), None)
         way = f" One seems to be under {inner!r}: save it by itself." if inner is not None else ""
         kind = type(weights[other]).__name__
         raise ModelSpecError(
             f"{path}: {other!r} is a {kind}, and --weights takes a state_dict alone, tensors by name.{way}"
         )
     return weights
-
-
-def _is_state_dict(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, torch.Tensor) for v in value.values())
 
 
 def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], path: Path, spec: str) -> None:
@@ -378,11 +350,6 @@ def _check_is_file(path: Path, what: str) -> None:
         raise ModelSpecError(f"cannot read the {what} {path}: no such file.")
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
-
-
 # Options of the command line that are arguments of ``convert``.
 
 _NAMES = ("device", "fold", "fuse", "recompose", "calibrate", "plan")
@@ -406,7 +373,7 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
         help="measure how large values are: on batches, each as --inputs (a factory may give a list of them); or a "
         "file of ranges",
     )
-    conversion.add_argument("--plan", type=Path, metavar="FILE", help="an edited plan of dump --format json")
+    add_file(conversion, "--plan", help="an edited plan of dump --format json")
 
 
 def given_options(options: Namespace) -> list[str]:

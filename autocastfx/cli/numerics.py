@@ -28,7 +28,7 @@ from autocastfx.cli.model import (
     load_function,
     load_inputs,
 )
-from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, group
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, add_factory, add_file, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError, SensitivityError
@@ -66,17 +66,12 @@ def add_to(
     with_seed = [*parents, seeded, model]
     parser = add("compare", parents=with_seed, help="run a model in 16 bits and in float32, and compare each value")
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
-    group(parser, MODEL).add_argument(
-        "--loss",
-        metavar="LOSS",
-        help="package.module:factory, giving a function of the output, for gradients; by default the output's sum",
-    )
+    add_factory(parser, "loss", "a function of the output, for gradients; by default the output's sum")
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="a loss scale, for gradients; 1")
-    group(parser, WRITTEN).add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
-    group(parser, WRITTEN).add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
-    group(parser, WRITTEN).add_argument(
-        "--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers"
-    )
+    written = group(parser, WRITTEN)
+    written.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
+    written.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
+    add_file(written, "--page", help="also write the page of dump, with these numbers")
     add_conversion_options(parser)
     parser.set_defaults(run=_compare)
 
@@ -102,10 +97,8 @@ def add_to(
         "element of the output), or package.module:factory, giving a function of a converted model, where less is "
         "better",
     )
-    group(parser, WRITTEN).add_argument(
-        "-o", "--output", type=Path, metavar="FILE", required=True, help="the op list, in YAML"
-    )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep evaluations here, and go on from them")
+    add_file(group(parser, WRITTEN), "-o", "--output", required=True, help="the op list, in YAML")
+    add_file(parser, "--resume", help="keep evaluations here, and go on from them")
     parser.set_defaults(run=_bisect)
 
 
@@ -253,22 +246,9 @@ def _shown() -> Generator[Callable[[int, int], None]]:
 def add_tune_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the command with ``add``, the subcommands' ``add_parser``."""
     parser = add("tune", parents=parents, help="measure what 16 bits cost each op, and write the list that moves least")
-    group(parser, MODEL).add_argument(
-        "--batches",
-        metavar="BATCHES",
-        required=True,
-        help="package.module:factory, giving a list of batches; the last ones are held out to judge on",
-    )
-    group(parser, MODEL).add_argument(
-        "--loss",
-        metavar="LOSS",
-        help="package.module:factory, giving a function of the output and the batch; by default the model's own loss",
-    )
-    group(parser, MODEL).add_argument(
-        "--inputs",
-        metavar="INPUTS",
-        help="package.module:factory, giving a function of a batch: the part that the model takes; by default all",
-    )
+    add_factory(parser, "batches", "a list of batches; the last ones are held out to judge on", required=True)
+    add_factory(parser, "loss", "a function of the output and the batch; by default the model's own loss")
+    add_factory(parser, "inputs", "a function of a batch: the part that the model takes; by default all")
     parser.add_argument(
         "--budget",
         default="default",
@@ -296,15 +276,9 @@ def add_tune_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[a
     )
     parser.add_argument("--probes", type=int, default=8, metavar="N", help="random projections for each batch; 8")
     parser.add_argument("--held-out", type=int, default=1, metavar="N", help="batches to judge on; 1")
-    group(parser, WRITTEN).add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the op list here, in YAML"
-    )
-    group(parser, WRITTEN).add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw bytes against error here, as SVG"
-    )
-    parser.add_argument(
-        "--sensitivity", type=Path, metavar="FILE", help="keep here what each batch gave, and go on from there"
-    )
+    add_file(group(parser, WRITTEN), "-o", "--output", help="write the op list here, in YAML")
+    add_file(group(parser, WRITTEN), "--plot", help="draw bytes against error here, as SVG")
+    add_file(parser, "--sensitivity", help="keep here what each batch gave, and go on from there")
     parser.set_defaults(run=_run_tune)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from autocastfx.policy.yaml_tree import nearest
@@ -113,6 +114,17 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGrou
     """Return the parser's group of this title, made if there is none: parsers and their parents share groups."""
     known = [one for one in parser._action_groups if one.title == title]
     return known[0] if known else parser.add_argument_group(title)
+
+
+def add_file(parser: argparse._ActionsContainer, *names: str, metavar: str = "FILE", **how: Any) -> None:
+    """Add an option that takes the path of a file, to a parser or a group of it."""
+    parser.add_argument(*names, type=Path, metavar=metavar, **how)
+
+
+def add_factory(parser: argparse.ArgumentParser, name: str, gives: str, **how: Any) -> None:
+    """Add an option that takes a factory, by which the model is called; ``gives`` says what the factory returns."""
+    said = f"package.module:factory, giving {gives}"
+    group(parser, MODEL).add_argument(f"--{name}", metavar=name.upper(), help=said, **how)
 
 
 def with_examples(

@@ -161,15 +161,10 @@ class Evaluations:
 # Metrics for ``bisect``: the distance of a converted model's output from the float32 model's.
 
 
-def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return Deviation.of([ours], [theirs]).severity
-
-
-def _absolute(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
-
-
-METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {"error": _relative, "difference": _absolute}
+METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {
+    "error": lambda ours, theirs: Deviation.of([ours], [theirs]).severity,
+    "difference": lambda ours, theirs: float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0,
+}
 
 
 class OutputDistance:

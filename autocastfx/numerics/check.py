@@ -370,6 +370,8 @@ class _Checking:
     def found(self) -> Check:
         """Return the result."""
         parts = self.compared
+        converter = cast("Converter", self.ours._original.converter) if isinstance(self.ours, AmpModule) else None
+        prices = converter.prices if converter is not None else None
         return Check(
             model=type(self.model).__name__,
             dtype=dtype_name(self.low),
@@ -377,13 +379,8 @@ class _Checking:
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),
-            float8=allowance(self.plans(), _sensitivity(self.ours)),
+            float8=allowance(self.plans(), prices.sensitivity if prices is not None else None),
         )
-
-
-def _sensitivity(ours: nn.Module) -> Sensitivity | None:
-    converter = cast("Converter", ours._original.converter) if isinstance(ours, AmpModule) else None
-    return converter.prices.sensitivity if converter is not None and converter.prices is not None else None
 
 
 def allowance(plans: Sequence[Plan], sensitivity: Sensitivity | None) -> Float8Allowance | None:
@@ -445,17 +442,14 @@ def _further(arguments: Any, modes: tuple[bool, ...]) -> Iterator[behaviour.Tria
         same = [first_of[one.shape, one.dtype] if isinstance(one, torch.Tensor) else one for one in leaves]
         yield behaviour.Trial("one tensor for arguments that are alike", pytree.tree_unflatten(same, spec), modes)
     if any(one.is_floating_point() and not one.requires_grad for one in tensors):
-        learning = [_learning(one) for one in leaves]
+        floats = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in leaves]
+        pairs = zip(leaves, floats, strict=True)
+        learning = [one.detach().clone().requires_grad_() if is_float else one for one, is_float in pairs]
         yield behaviour.Trial("gradients of the arguments", pytree.tree_unflatten(learning, spec), modes)
     sizes = {one.shape[0] for one in tensors if one.ndim}
     if len(sizes) == 1 and min(sizes) > 2:
         less = [one[:-1] if isinstance(one, torch.Tensor) and one.ndim else one for one in leaves]
         yield behaviour.Trial("one row less", pytree.tree_unflatten(less, spec), modes)
-
-
-def _learning(leaf: Any) -> Any:
-    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return leaf.detach().clone().requires_grad_() if is_float else leaf
 
 
 _Errors = tuple[float, float | None, float, int]  # ours, torch.autocast's, the share of a gradient, and elements

@@ -19,7 +19,7 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, module_path, uncast
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
-from autocastfx.numerics.paired_run import Loss, PairedRun, Step, floating, run_backwards, run_side_by_side
+from autocastfx.numerics.paired_run import Gradients, Loss, PairedRun, Step, floating, run_backwards, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.plan.proposed_list import op_list_for
 from autocastfx.plan.sensitivity import rms
@@ -164,15 +164,16 @@ def compare(
         )
     nodes, cancellations = _values(run)
     leaves: list[ComparedParameter] = []
+
+    def take(pair: Gradients) -> None:
+        deviation = Deviation.of(pair.low, pair.full)
+        if pair.is_leaf:
+            leaves.append(ComparedParameter(**vars(deviation), name=pair.name))
+        elif pair.name in nodes:
+            nodes[pair.name] = replace(nodes[pair.name], gradient=deviation)
+
     if gradients:
-        for pair in run_backwards(run, loss, factor):
-            if not pair.low:
-                continue
-            deviation = Deviation.of(pair.low, pair.full)
-            if pair.is_leaf:
-                leaves.append(ComparedParameter(**vars(deviation), name=pair.name))
-            elif pair.name in nodes:
-                nodes[pair.name] = replace(nodes[pair.name], gradient=deviation)
+        run_backwards(run, loss, factor, take)
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,

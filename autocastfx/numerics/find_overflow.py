@@ -280,13 +280,11 @@ class _Search:
         reached = self.trail.causes_of(output)
         if reached:
             return self.overflows[min(reached)]
-        return _note(self.overflows[0]) if self.overflows else None
-
-
-def _note(overflow: Overflow) -> Overflow:
-    """``overflow`` as what is no fault."""
-    too = "precision is not the cause: float32 gives it here too, and" if overflow.in_float32 else "nothing:"
-    return replace(overflow, is_fault=False, fix="", advice=f"{too} it reaches no output of the model.")
+        if not self.overflows:
+            return None
+        first = self.overflows[0]
+        too = "precision is not the cause: float32 gives it here too, and" if first.in_float32 else "nothing:"
+        return replace(first, is_fault=False, fix="", advice=f"{too} it reaches no output of the model.")
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,11 @@ class _Writer:
         return None
 
     def _inside(self, node: fx.Node, kind: _Kind, made: Mapping[fx.Node, Any]) -> Any:
-        holder, *operands = node.args[kind.before :]
+        before, mode = kind
+        holder, *operands = node.args[before:]
         target = str(cast("fx.Node", holder).target)
         module = self.read(target)
-        enclosing = (*self.around, partial(kind.mode, *node.args[: kind.before]))
+        enclosing = (*self.around, partial(mode, *node.args[:before]))
         inner = _Writer(self.flat, partial(attribute, module), f"{self.prefix}{target.rpartition('.')[2]}/", enclosing)
         return inner.write(module.graph, [map_arg(operand, made.__getitem__) for operand in operands])
 
@@ -102,18 +103,12 @@ class _Writer:
         return copied
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A higher-order operator that runs its graph once: the number of arguments before the graph, and the mode."""
-
-    before: int
-    mode: Callable[..., AbstractContextManager[Any]]
-
-
+# A higher-order operator that runs its graph once: the number of arguments before the graph, and the mode.
+_Kind = tuple[int, Callable[..., AbstractContextManager[Any]]]
 # The arguments of an autocast region are those of torch.autocast, in its order.
-_KINDS = {
-    "wrap_with_set_grad_enabled": _Kind(1, torch.set_grad_enabled),
-    "wrap_with_autocast": _Kind(4, torch.autocast),
+_KINDS: dict[str, _Kind] = {
+    "wrap_with_set_grad_enabled": (1, torch.set_grad_enabled),
+    "wrap_with_autocast": (4, torch.autocast),
 }
 
 
@@ -131,4 +126,4 @@ def _is_member(node: fx.Node, made: Mapping[fx.Node, Any]) -> bool:
 def _is_holder(node: fx.Node) -> bool:
     """True if ``node`` reads the graph of an inlined region."""
     users = [(user, _kind(user)) for user in node.users]
-    return any(kind is not None and user.args[kind.before] is node for user, kind in users)
+    return any(kind is not None and user.args[kind[0]] is node for user, kind in users)

@@ -79,15 +79,12 @@ def product_of(
     moved = [max(2 * m * n * k / peak * gpu.bandwidth, size * read + 2 * written) for size, peak in rates]
     gain = max(0.0, moved[0] - moved[1]) if is_fast else 0.0
     reads: dict[Hashable, float] = {}
-    for (operand, given), layout in zip(operands, _layouts(node, product), strict=True):
+    layouts = RECIPES[node.float8.recipe].layouts[product] if node.float8 is not None else ()
+    for (operand, given), layout in zip(operands, layouts, strict=True):
         shared: Any = argument(made, given) if made is not None and given else None
         key = shared.name if isinstance(shared, fx.Node) else (node.name, operand, layout)
         reads[key] = float(_QUANTISE * elements[operand])
     return FloatProduct(node, product, 2 * m * n * k, error**2, gain, reads)
-
-
-def _layouts(node: PlannedNode, product: Product) -> Sequence[object]:
-    return RECIPES[node.float8.recipe].layouts[product] if node.float8 is not None else ()
 
 
 # Say chosen products as rules: an entry for each module, with the parts of the error.

@@ -50,7 +50,8 @@ class MendedRun:
                 self.beyond[node] = None
             return None
         stored = [_stored_as(a, b) for a, b in zip(ours, theirs, strict=True)]
-        if any(_leaves_range(narrow, b) for narrow, b in zip(stored, theirs, strict=True)):
+        pairs = [(narrow, b) for narrow, b in zip(stored, theirs, strict=True) if _is_float(narrow)]
+        if any(bool((~narrow.isfinite() & b.isfinite()).any()) for narrow, b in pairs):  # finite in float32 alone
             self.beyond[node] = wide
         value = pytree.tree_unflatten(stored, layout)
         if mutated_inputs(node):  # other nodes may read the same memory
@@ -97,11 +98,6 @@ def _stored_as(ours: Any, theirs: Any) -> Any:
     if isinstance(ours, torch.Tensor) and ours.dtype != theirs.dtype:
         return theirs.to(ours.dtype) if _is_float(ours) else ours
     return theirs
-
-
-def _leaves_range(stored: Any, wide: Any) -> bool:
-    """True if an element that is finite in float32 is not so as it is stored."""
-    return _is_float(stored) and bool((~stored.isfinite() & wide.isfinite()).any())
 
 
 def _written(into: Any, value: Any) -> Any:

@@ -179,7 +179,9 @@ class Replay:
         if draws_random_numbers(node):  # other dtypes draw other numbers
             made = (_kept(rounding(t, self.low)) for t in _of_float32(values(node)))
             return KernelDifference(tuple(made), (None,) * len(reads))
-        inputs = {read.use: self._rounded(read, values(read.use.node).detach()) for read in reads}
+        exact = ((read, values(read.use.node).detach()) for read in reads)
+        is_wide = self.ports.stays_float32
+        inputs = {r.use: t if is_wide(r.node, r.use) else saturated(t, self.low) for r, t in exact}
         back = [None if g is None else _times(g, self.scale).to(self.low) for g in gradients]
         low, low_gradients = self._run(node, values, inputs, back, is_low=True)
         full, full_gradients = self._run(node, values, inputs, back, is_low=False)
@@ -205,9 +207,6 @@ class Replay:
             gradients: as above.
         """
         return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
-
-    def _rounded(self, read: Read, value: torch.Tensor) -> torch.Tensor:
-        return value if self.ports.stays_float32(read.node, read.use) else saturated(value, self.low)
 
     def _run(
         self,

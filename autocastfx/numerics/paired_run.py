@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -34,150 +34,38 @@ from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.operators.float8 import float8_linear
 from autocastfx.runtime.variant import Variant
 
-# Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
+# Record what a backward pass needs to hand out the gradients of a graph's values.
 
 _now: Any = cast("Any", torch.autograd)._get_sequence_nr
-
-Edge = tuple[Any, int]  # a function of torch's autograd, and the number of its output
 
 
 @dataclass
 class Tape:
-    """Records autograd's functions for the values of a graph's nodes, by sequence numbers, which only grow.
+    """Records autograd's functions for the values of a graph's nodes.
 
     Attributes:
-        starts, ends: the sequence numbers before and after a node ran.
         made: by node, an edge for each of its floating-point values; None for values that require no gradient or that
             it did not make itself.
         leaves: edges of the parameters and inputs that require gradients, by name.
-        uses: the sequence number before the first node that reads a leaf; 0 for inputs.
     """
 
-    starts: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
-    ends: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
-    made: dict[fx.Node, list[Edge | None]] = field(default_factory=dict[fx.Node, list["Edge | None"]])
-    leaves: dict[str, Edge] = field(default_factory=dict[str, "Edge"])
-    uses: dict[str, int] = field(default_factory=dict[str, int])
+    made: dict[fx.Node, list[GradientEdge | None]] = field(default_factory=dict[fx.Node, "list[GradientEdge | None]"])
+    leaves: dict[str, GradientEdge] = field(default_factory=dict[str, GradientEdge])
 
-    def leaf(self, name: str, leaf: torch.Tensor) -> None:
-        """Record a leaf under the name of a ``get_attr`` target or an input."""
-        self.leaves[name] = edge_of(leaf)
-        self.uses.setdefault(name, 0)
+    def end(self, node: fx.Node, value: Any, start: int) -> None:
+        """Record the ``value`` of ``node``, of functions made from ``start`` on, by their sequence numbers.
 
-    def start(self, node: fx.Node) -> None:
-        """Record the start of ``node``."""
-        self.starts[node] = now = _now()
-        name = str(node.target)
-        if node.op == "get_attr" and name in self.leaves and not self.uses[name]:
-            self.uses[name] = now
-
-    def end(self, node: fx.Node, value: Any) -> None:
-        """Record the end of ``node`` and its ``value``. Values passed on belong to the node that made them."""
-        edges: list[Edge | None] = []
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                edge = edge_of(tensor) if tensor.requires_grad else None
-                is_own = edge is not None and not _is_leaf(edge[0]) and edge[0]._sequence_nr() >= self.starts[node]
-                edges.append(edge if is_own else None)
-        if any(edge is not None for edge in edges):
-            self.made[node] = edges
-        self.ends[node] = _now()
-
-    def keep(self, nodes: Iterable[fx.Node]) -> None:
-        """Forget the values of other nodes, whose edges would keep tensors saved for backward alive."""
-        self.made = {node: self.made[node] for node in nodes if node in self.made}
+        Values passed on belong to the node that made them.
+        """
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+        own = [edge if edge is not None and _is_made(edge.node, start) else None for edge in edges]
+        if any(edge is not None for edge in own):
+            self.made[node] = own
 
 
-def edge_of(tensor: torch.Tensor) -> Edge:
-    """Return a tensor's edge in the present autograd graph."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-class Backward:
-    """Runs backwards from one number with a given gradient, step by step.
-
-    Functions run in the order of torch's own engine, latest first, and gradients are added up in the same order. Only
-    gradients that functions still need are kept, and those of leaves.
-    """
-
-    def __init__(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._waiting: dict[Any, list[torch.Tensor | None]] = {}
-        self._order: list[tuple[int, int, Any]] = []
-        self._owners: dict[Any, list[Any]] = {}  # owners that keep functions written in Python alive
-        self._given = 0
-        self.at: float = float("inf")
-        self._add(edge_of(output), gradient, get_gradient_edge(output).ownership_token)
-
-    @property
-    def pending(self) -> int:
-        """The number of gradients kept now."""
-        return sum(gradient is not None for gradients in self._waiting.values() for gradient in gradients)
-
-    def run_to(self, mark: int) -> None:
-        """Run all functions with sequence numbers from ``mark`` on."""
-        self.at = min(self.at, mark)
-        while self._order and -self._order[0][0] >= mark:
-            function = heapq.heappop(self._order)[2]
-            owner = function, self._owners.pop(function, None)
-            for edge, gradient in _apply(function, self._waiting.pop(function)):
-                self._add(edge, gradient, owner)
-
-    def gradient(self, edge: Edge) -> torch.Tensor | None:
-        """Return the gradient of a value, or None. It is complete once the functions of all its readers have run."""
-        gradients = self._waiting.get(edge[0])
-        return gradients[edge[1]] if gradients is not None else None
-
-    def forget(self, edge: Edge) -> None:
-        """Drop the gradient of a leaf."""
-        self._waiting.pop(edge[0], None)
-
-    def _add(self, edge: Edge, gradient: torch.Tensor, owner: Any) -> None:
-        function, output = edge
-        kinds = function._input_metadata
-        if isinstance(function, torch._C._FunctionBase):
-            self._owners.setdefault(function, []).append(owner)
-        if function not in self._waiting:
-            self._waiting[function] = [None] * len(kinds)
-            if not _is_leaf(function):
-                self._given += 1
-                heapq.heappush(self._order, (-function._sequence_nr(), self._given, function))
-        gradients = self._waiting[function]
-        fitting, before = _fitting(gradient, kinds[output]), gradients[output]
-        gradients[output] = fitting if before is None else before + fitting
-
-
-def _is_leaf(function: Any) -> bool:
-    return hasattr(function, "variable")
-
-
-def _fitting(gradient: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Convert ``gradient`` to the shape and dtype of its value, as torch's own engine does."""
-    if gradient.shape != kind.shape:
-        gradient = gradient.sum_to_size(kind.shape)
-    if gradient.is_complex() and not kind.dtype.is_complex:
-        gradient = torch.real(gradient)
-    return gradient.to(device=kind.device, dtype=kind.dtype)
-
-
-def _apply(function: Any, gradients: Sequence[torch.Tensor | None]) -> list[tuple[Edge, torch.Tensor]]:
-    """Run ``function`` and return its results with the edges of its inputs."""
-    edges: list[Edge] = list(function.next_functions)
-    if callable(function):
-        results = function(*gradients)
-        results = results if isinstance(results, tuple) else (results,)
-    else:  # of a torch.autograd.Function, in Python: one result for each argument, tensor or not
-        kinds = function._input_metadata
-        full = [
-            torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) if given is None else given
-            for given, kind in zip(gradients, kinds, strict=True)
-        ]
-        given = function.apply(*full)
-        given = given if isinstance(given, tuple) else (given,)
-        results = [result for result, needed in zip(given, function.needs_input_grad, strict=False) if needed]
-        edges = [edge for edge in edges if edge[0] is not None]
-    pairs = zip(edges, results, strict=True)
-    return [(edge, result) for edge, result in pairs if edge[0] is not None and result is not None]
+def _is_made(function: Any, start: int) -> bool:
+    return not hasattr(function, "variable") and function._sequence_nr() >= start  # a leaf has a variable
 
 
 # Run one of two graphs side by side, node by node, without changing the caller's tensors and random numbers.
@@ -218,7 +106,7 @@ class Side(NodeRun):
         for name, tensor in tensors.items():
             if tensor.requires_grad:
                 leaf = leaves.setdefault(id(tensor), own.get(name, tensor).detach().requires_grad_())
-                self.tape.leaf(name, leaf)
+                self.tape.leaves[name] = get_gradient_edge(leaf)
                 stand_ins[name] = leaf.clone() if name in written else leaf  # a leaf cannot be written into
         return stand_ins
 
@@ -227,11 +115,10 @@ class Side(NodeRun):
         with ExitStack() as modes:
             for region in self.flat.regions.get(node, ()):
                 modes.enter_context(region())
-            if self.tape is not None:
-                self.tape.start(node)
+            start = _now()
             self.env[node] = self.run_node(node)
             if self.tape is not None:
-                self.tape.end(node, self.env[node])
+                self.tape.end(node, self.env[node], start)
         return self.env[node]
 
     def release(self, node: fx.Node) -> None:
@@ -516,14 +403,14 @@ def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
     return twins
 
 
-# Run both graphs of a paired run backwards, and yield each gradient of both as soon as it is complete.
+# Run both graphs of a paired run backwards, and hand out each gradient of both as soon as it is complete.
 
 Loss = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a node, parameter or input in both graphs; empty if one graph has none.
+    """The gradients of a node, parameter or input in both graphs.
 
     Attributes:
         name: the node's name in the plan, or the name of a parameter or an input of the call.
@@ -537,35 +424,77 @@ class Gradients:
     full: tuple[torch.Tensor, ...]
 
 
-def run_backwards(run: PairedRun, loss: Loss | None, scale: float) -> Generator[Gradients]:
-    """Run both graphs backwards side by side, after all steps of ``run``.
+def run_backwards(run: PairedRun, loss: Loss | None, scale: float, take: Callable[[Gradients], None]) -> None:
+    """Run both graphs backwards, after all steps of ``run``.
+
+    torch's engine runs the latest functions first. As both graphs ran side by side, they run so backwards, too, and
+    gradients of one graph do not wait long for those of the other. Of leaves that are not the graphs' own, as of a loss
+    with parameters, no gradients are kept.
 
     Args:
         run: a run of both graphs, with gradients.
         loss: a function from the model's output to one number; None: the sum of its floating-point tensors, in float32.
         scale: the loss scale.
+        take: gets the gradients of each node, parameter and input that has some in both graphs.
 
     Raises:
         CalibrationError: the loss does not depend on anything that requires a gradient.
         ValueError: ``loss`` does not return a single number.
     """
-    low, full = (_Half(tape, start) for tape, start in zip(run.tapes, _starts(run, loss or _sum, scale), strict=True))
-    leaves = _leaves(low.tape, full.tape)
-    low.tape.keep(run.twins)
-    full.tape.keep(run.twins.values())
-    for node, twin in reversed(list(run.twins.items())):
-        low.run_to(low.tape.ends[node])
-        full.run_to(full.tape.ends[twin])
-        yield from _complete(leaves, low, full)
-        made = (half.tape.made.pop(here, ()) for half, here in ((low, node), (full, twin)))
-        yield _pair(run.names[node], list(zip(*made, strict=False)), low, full)
-    low.run_to(0)
-    full.run_to(0)
-    yield from _complete(leaves, low, full)
+    starts, (low, full) = _starts(run, loss or _sum), run.tapes
+    leaves: dict[Any, str] = {}  # the first name of each, for tied parameters have several
+    for name, edge in low.leaves.items():
+        if name in full.leaves:
+            leaves.setdefault(edge.node, name)
+    waiting = [_Waiting(name, True, [(low.leaves[name], full.leaves[name])], take) for name in leaves.values()]
+    for node, twin in run.twins.items():
+        edges = zip(low.made.get(node, ()), full.made.get(twin, ()), strict=False)
+        waiting.append(_Waiting(run.names[node], False, [(a, b) for a, b in edges if a and b], take))
+    ends = list(dict.fromkeys(cast("Any", edge.node).variable for tape in run.tapes for edge in tape.leaves.values()))
+    for end in ends:
+        end.register_post_accumulate_grad_hook(_drop_gradient)
+    low.made.clear()
+    full.made.clear()
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        if ends:
+            torch.autograd.backward(starts, [torch.full_like(start, scale) for start in starts], inputs=ends)
+    for one in waiting:
+        one.give()
 
 
-def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
-    starts: list[Backward] = []
+@dataclass
+class _Waiting:
+    """The gradients of a node or a leaf, until all of them are known in both graphs."""
+
+    name: str
+    is_leaf: bool
+    edges: Sequence[tuple[GradientEdge, GradientEdge]]
+    take: Callable[[Gradients], None]
+    found: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict[tuple[int, int], Any])
+
+    def __post_init__(self) -> None:
+        for i, pair in enumerate(self.edges):
+            for side, edge in enumerate(pair):
+                edge.node.register_prehook(partial(self.see, (i, side), edge.output_nr))
+
+    def see(self, place: tuple[int, int], output: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self.found[place] = gradients[output]
+        if len(self.found) == 2 * len(self.edges):
+            self.give()
+
+    def give(self) -> None:
+        both = [(self.found.pop((i, 0), None), self.found.pop((i, 1), None)) for i in range(len(self.edges))]
+        known = [(a, b) for a, b in both if a is not None and b is not None]
+        if known:
+            self.take(Gradients(self.name, self.is_leaf, tuple(a for a, _ in known), tuple(b for _, b in known)))
+
+
+def _drop_gradient(leaf: torch.Tensor) -> None:
+    leaf.grad = None
+
+
+def _starts(run: PairedRun, loss: Loss) -> list[torch.Tensor]:
+    starts: list[torch.Tensor] = []
     for output in run.outputs():
         with run.modes():
             value: Any = _loss_of(loss, output)
@@ -578,7 +507,7 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
                 "the loss does not depend on anything that requires a gradient: unfreeze a parameter, or call "
                 "requires_grad_() on an input of the call."
             )
-        starts.append(Backward(value, torch.full_like(value, scale)))
+        starts.append(value)
     return starts
 
 
@@ -598,48 +527,3 @@ def _loss_of(loss: Loss, output: Any) -> Any:
 
 def _sum(output: Any) -> torch.Tensor:
     return sum((tensor.float().sum() for tensor in floating(output)), torch.zeros((), device="cpu"))
-
-
-@dataclass
-class _Half:
-    """The backward pass of one graph."""
-
-    tape: Tape
-    backward: Backward
-
-    def run_to(self, mark: int) -> None:
-        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-            self.backward.run_to(mark)
-
-    def has_passed(self, names: Sequence[str]) -> bool:
-        """True if backward has passed every reader of the leaf with these names."""
-        return self.backward.at <= min((self.tape.uses[name] for name in names if name in self.tape.uses), default=0)
-
-
-def _leaves(low: Tape, full: Tape) -> dict[Edge, list[str]]:
-    """Return the names of the leaves that both graphs have, by their edge in ``low``; tied parameters have several."""
-    leaves: dict[Edge, list[str]] = {}
-    for name, edge in low.leaves.items():
-        if name in full.leaves:
-            leaves.setdefault(edge, []).append(name)
-    return leaves
-
-
-def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterator[Gradients]:
-    """Yield the gradients of leaves that are complete, and free them."""
-    for edge, names in list(leaves.items()):
-        if low.has_passed(names) and full.has_passed(names):
-            other = full.tape.leaves[names[0]]
-            pair = _pair(names[0], [(edge, other)], low, full, is_leaf=True)
-            low.backward.forget(edge)
-            full.backward.forget(other)
-            del leaves[edge]
-            yield pair
-
-
-def _pair(
-    name: str, edges: list[tuple[Edge | None, Edge | None]], low: _Half, full: _Half, *, is_leaf: bool = False
-) -> Gradients:
-    both = [(low.backward.gradient(a), full.backward.gradient(b)) for a, b in edges if a and b]
-    known = [(a, b) for a, b in both if a is not None and b is not None]
-    return Gradients(name, is_leaf, tuple(a for a, _ in known), tuple(b for _, b in known))

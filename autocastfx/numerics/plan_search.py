@@ -149,11 +149,16 @@ def rules_for(
         The rules, and the plan that follows from them.
     """
     said, chosen = _Wanted(wanted, sensitivity), set[Group]()
-    rules, plan, views = OpList(name="tuned"), start, _views(wanted)
+    views = {group_of(node) for node in wanted.nodes if node.decision.category is Category.CLEAR}
+    rules, plan, runs = OpList(name="tuned"), start, {node.name: node.placement.run for node in wanted.nodes}
     for _ in range(_MOST_ROUNDS):
-        groups = [group for group in _differing(plan, wanted) if group not in chosen and group in said.sides]
+        differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
+        differing = dict.fromkeys(map(group_of, differs))
+        groups = [group for group in differing if group not in chosen and group in said.sides]
         missing = [group for group in groups if group not in views]
-        if not missing and not _is_alike(plan, wanted):
+        # If views alone differ, it may be in a way that costs nothing.
+        is_alike = plan.traffic.moved <= wanted.traffic.moved and (plan.error or 0.0) <= 1.01 * (wanted.error or 0.0)
+        if not missing and not is_alike:
             missing = groups
         if not missing:
             break
@@ -163,16 +168,6 @@ def rules_for(
     return rules, plan
 
 
-def _is_alike(plan: Plan, wanted: Plan) -> bool:
-    """True if views alone differ, in a way that costs nothing."""
-    error, other = plan.error or 0.0, wanted.error or 0.0
-    return plan.traffic.moved <= wanted.traffic.moved and error <= 1.01 * other
-
-
-def _views(plan: Plan) -> set[Group]:
-    return {group_of(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
-
-
 def _computes(node: PlannedNode) -> bool:
     return node.placement.run in _SIDES and node.op != "getitem"
 
@@ -180,12 +175,6 @@ def _computes(node: PlannedNode) -> bool:
 def group_of(node: PlannedNode) -> Group:
     """Return the module and the op by which a rule names a node."""
     return node.module, base_name(node.op)
-
-
-def _differing(plan: Plan, wanted: Plan) -> list[Group]:
-    runs = {node.name: node.placement.run for node in wanted.nodes}
-    differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
-    return list(dict.fromkeys(map(group_of, differs)))
 
 
 @dataclass(frozen=True)
@@ -213,7 +202,8 @@ class _Wanted:
         """The rules as the data of a list: one for layers that agree, if several are chosen."""
         families: dict[Group, list[Group]] = {}
         for module, op in self.sides:
-            families.setdefault((_layered(module), op), []).append((module, op))
+            layered = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)  # ``h.*.attn`` for ``h.3.attn``
+            families.setdefault((layered, op), []).append((module, op))
         rules: dict[tuple[str, str], list[Group]] = {}
         for (path, _), members in families.items():
             asked = [group for group in members if group in chosen]
@@ -234,11 +224,6 @@ class _Wanted:
         names = {effect.name for effect in self.sensitivity.effects}
         error = math.hypot(*(self.sensitivity[node.name].error for node in nodes if node.name in names))
         return f"tuned: in 16 bits it would add {error:.1e} to {total}" if error else "tuned"
-
-
-def _layered(path: str) -> str:
-    """The path with ``*`` for numbers: ``h.*.attn`` for ``h.3.attn``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 # Spend the bytes that a plan leaves of a limit: run further ops in float32, first those that add most to its error.
@@ -283,12 +268,9 @@ def by_share(plan: Plan) -> list[Group]:
         if node.effect and node.placement.run is Precision.LOW:
             effects.setdefault(group_of(node), []).append(node.effect)
     whole = added(node.effect for node in plan.nodes if node.effect)
-    falls = {group: _fall(added(own), whole) for group, own in effects.items()}
+    parts = {group: zip(added(own), whole, strict=True) for group, own in effects.items()}
+    falls = {group: sum(one * (2 * total - one) for one, total in pairs) for group, pairs in parts.items()}
     return sorted((group for group, fall in falls.items() if fall > 0), key=lambda group: -falls[group])
-
-
-def _fall(own: Signature, whole: Signature) -> float:
-    return sum(one * (2 * total - one) for one, total in zip(own, whole, strict=True))
 
 
 def raised(group: Group) -> OpList:
@@ -430,7 +412,8 @@ class PlanSearch:
             is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
             if is_over or any(one.key == said.key for one in tried):
                 continue
-            point = replace(said.point, measured=self._measured(said, judge))
+            again = convert_captured(self.base, self._with(said.rules or OpList()))
+            point = replace(said.point, measured=judge(cast("AmpModule", again), self.low))
             tried.append(replace(said, point=point))
             if self.fills and not limit.keeps(point):
                 candidates.append(following)
@@ -446,10 +429,6 @@ class PlanSearch:
         best = min(kept, key=lambda one: limit.rank(one.point))
         complete = self.complete(best.rules or OpList()).plan
         return replace(best, plan=complete), [*front, *(one.point for one in tried)]
-
-    def _measured(self, said: Found, judge: TargetDistance) -> float:
-        again = convert_captured(self.base, self._with(said.rules or OpList()))
-        return judge(cast("AmpModule", again), self.low)
 
     def complete(self, rules: OpList) -> Variant:
         """Convert by rules laid over the list to start from."""

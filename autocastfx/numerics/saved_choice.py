@@ -164,7 +164,8 @@ class SavedSearch:
                         errors[group, keep] = errors.get((group, keep), 0.0) + part / size / len(self.batches)
         options: list[SavedOption] = []
         for (group, keep), added in errors.items():
-            spares = sum(one.kept - _size_in(keep, one) for one in groups[group])
+            sizes = ((one, next((s.bytes for s in one.smaller if s.keep is keep), one.kept)) for one in groups[group])
+            spares = sum(one.kept - size for one, size in sizes)
             if spares > 0 and math.isfinite(added):
                 options.append(SavedOption(group, keep, spares, added))
         return options
@@ -212,10 +213,6 @@ def _groups(base: AmpModule) -> dict[Group, list[PlannedSaved]]:
             elif one.smaller:
                 groups.setdefault(group, []).append(one)
     return {group: parts for group, parts in groups.items() if group not in mixed}
-
-
-def _size_in(keep: Keep, one: PlannedSaved) -> int:
-    return next((size.bytes for size in one.smaller if size.keep is keep), one.kept)
 
 
 def _within(options: Sequence[SavedOption], error: float, least: float | None) -> list[SavedOption]:

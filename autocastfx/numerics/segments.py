@@ -335,7 +335,9 @@ class SegmentRun:
         args: Any = tuple(map_arg(argument, take) for argument in node.args)
         kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
         regions = self.flat.regions.get(node, ())
-        stops = base_name(op_name(node)) == "detach" or any(map(_is_no_grad, regions))
+        stops = base_name(op_name(node)) == "detach" or any(
+            _sets_grad(one) and not cast("Any", one).args[0] for one in regions
+        )
         target = cast("Any", node.target)
         if target is torch.ops.aten.view.default and node not in self.shared:
             target = torch.ops.aten.reshape.default  # attention in its formula has other strides
@@ -535,7 +537,3 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 def _sets_grad(region: Any) -> bool:
     return isinstance(region, partial) and region.func is torch.set_grad_enabled
-
-
-def _is_no_grad(region: Any) -> bool:
-    return _sets_grad(region) and not region.args[0]

@@ -296,7 +296,8 @@ def tune(
             warnings.warn(message, category, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
-        measured = base, base._variant_for(args, kwargs), _prices(sensitivity, rates), low
+        per_flop = rates.bandwidth / rates.peak(tensor_cores=False) - rates.bandwidth / rates.peak(tensor_cores=True)
+        measured = base, base._variant_for(args, kwargs), Prices(sensitivity, bytes_per_flop=per_flop), low
         products = rates if rates.float8_tflops else find_gpu("H100")
         search = Float8Search(*measured, recipe=recipe, gpu=products) if recipe else PlanSearch(*measured)
         started = search.started(judge(base, low))
@@ -380,8 +381,3 @@ def _check_products(low: torch.dtype, device: torch.device, op_list: OpList, rec
         raise UnsupportedError(
             f"{device} has no float8 products: {why}. Tune without float8, or from a list that says emulate: true."
         )
-
-
-def _prices(sensitivity: Sensitivity, gpu: Gpu) -> Prices:
-    per_flop = gpu.bandwidth / gpu.peak(tensor_cores=False) - gpu.bandwidth / gpu.peak(tensor_cores=True)
-    return Prices(sensitivity, bytes_per_flop=per_flop)

@@ -184,7 +184,8 @@ class NodeCounts:
         """The rows of the nodes to count, by name."""
         keys = {node.name: _Key(node.name, node.op, node.module) for node in plan.nodes}
         made = (*plan.casts, *plan.copies)
-        keys |= {one.name: _Key(one.name, _CAST, _module_of(one.readers, keys)) for one in made}
+        homes = {one.name: [keys[name].module for name in one.readers if name in keys] for one in made}
+        keys |= {name: _Key(name, _CAST, (*modules, "")[0]) for name, modules in homes.items()}
         if self._nodes is not None:
             return {name: key for name, key in keys.items() if not self._nodes.isdisjoint((name, key.op))}
         low = {node.name for node in plan.nodes if node.placement.run is Precision.LOW}
@@ -229,11 +230,6 @@ class NodeCounts:
             )
             for key, tally in self._tallies.items()
         )
-
-
-def _module_of(readers: Sequence[str], keys: Mapping[str, _Key]) -> str:
-    """The module of the first reader of a cast; empty if the model's output is the only one."""
-    return next((keys[name].module for name in readers if name in keys), "")
 
 
 def check_nodes(nodes: Sequence[str], plans: Sequence[Plan]) -> None:

@@ -232,7 +232,8 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
         PlanError: the file cannot be read; the message starts with file:line:column.
     """
     if isinstance(plan, Plan):
-        lines = (_of_node(n, KeyPath("plan").key("nodes").index(i)) for i, n in enumerate(plan.nodes))
+        nodes = parsed_json(plan.to_json())["nodes"]
+        lines = (_line(node, KeyPath("plan").key("nodes").index(i)) for i, node in enumerate(nodes))
         return EditedPlan(_by_name(lines), f"of {plan.op_list} for {plan.low} on {plan.device}", bool(plan.saved))
     if not isinstance(plan, (str, Path)):
         raise ArgumentTypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
@@ -257,20 +258,6 @@ def _by_name(lines: Iterable[Line]) -> dict[str, Line]:
     return by_name
 
 
-def _of_node(node: PlannedNode, source: TextPlace) -> Line:
-    return Line(
-        name=node.name,
-        op=node.op,
-        source=source,
-        module=node.module,
-        category=node.decision.category,
-        reason=node.decision.reason,
-        run=node.placement.run,
-        store=node.placement.store,
-        in_float8=bool(node.products),
-    )
-
-
 def _parsed(text: str, file: str) -> Iterator[Line]:
     try:
         data = parsed_json(text)
@@ -292,7 +279,7 @@ def _parsed(text: str, file: str) -> Iterator[Line]:
 Word = TypeVar("Word", bound=Enum)
 
 
-def _line(data: Any, source: Source) -> Line:
+def _line(data: Any, source: TextPlace) -> Line:
     _known(data, PlannedNode, source)
     for key in ("name", "op"):
         if not isinstance(data.get(key), str):
@@ -316,7 +303,7 @@ def _line(data: Any, source: Source) -> Line:
 _NAMES = {Plan: "a plan", PlannedNode: "a node", Decision: "a decision", Placement: "a placement"}
 
 
-def _known(data: Any, kind: type, source: Source) -> None:
+def _known(data: Any, kind: type, source: TextPlace) -> None:
     what, keys = _NAMES[kind], [field.name for field in fields(kind) if field.compare]
     if not isinstance(data, dict):
         raise PlanError(f"{what} is an object with keys, not {json.dumps(data)[:40]}.", source)
@@ -324,7 +311,7 @@ def _known(data: Any, kind: type, source: Source) -> None:
         raise PlanError(f"{key!r} is no key of {what}{nearest(key, keys)}. Known: {', '.join(keys)}.", source)
 
 
-def _word(kind: type[Word], data: Mapping[str, Any], key: str, source: Source) -> Word | None:
+def _word(kind: type[Word], data: Mapping[str, Any], key: str, source: TextPlace) -> Word | None:
     value = data.get(key)
     words = [str(member.value) for member in kind]
     if value is None:

@@ -188,11 +188,9 @@ class PlannedFloat8:
     @property
     def errors_in_words(self) -> str:
         """Each product's part of the predicted error; empty if none was measured."""
-        said = (f"{one.product} {one.error:.1e}{self._not_now(one.product)}" for one in self.errors)
+        left_out = {p: "" if p in self.products else " (not in float8)" for p in Product}
+        said = (f"{one.product} {one.error:.1e}{left_out[one.product]}" for one in self.errors)
         return f"predicted errors in float8: {', '.join(said)}" if self.errors else ""
-
-    def _not_now(self, product: Product) -> str:
-        return "" if product in self.products else " (not in float8)"
 
 
 _VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread

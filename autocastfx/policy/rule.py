@@ -32,7 +32,10 @@ def may_backtrack(expression: str) -> bool:
     """
     for kind, argument in _items(_PARSER.parse(expression)):
         if str(kind) in _REPEATS and argument[1] == _PARSER.MAXREPEAT:
-            variable, required = list(_variable(argument[2])), list(_required(argument[2]))
+            # What matches in several ways: repetitions, and alternatives.
+            inside = [(item, str(item[0])) for item in _items(argument[2])]
+            variable = [i for i, what in inside if what == "BRANCH" or (what in _REPEATS and i[1][0] != i[1][1])]
+            required = _required(argument[2])
             if variable and all(any(_matches(item, char) for item in variable) for char in required):
                 return True
     return False
@@ -53,17 +56,6 @@ def _items(sequence: Any) -> Iterator[Any]:
         yield item
         for part in _parts(item[1]):
             yield from _items(part)
-
-
-def _variable(sequence: Any) -> Iterator[Any]:
-    """Yield the items in ``sequence`` that match in several ways: repetitions, and alternatives."""
-    for item in sequence:
-        kind = str(item[0])
-        if kind == "BRANCH" or (kind in _REPEATS and item[1][0] != item[1][1]):
-            yield item
-        else:
-            for part in _parts(item[1]):
-                yield from _variable(part)
 
 
 def _required(sequence: Any) -> Iterator[str]:

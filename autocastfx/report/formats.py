@@ -51,17 +51,13 @@ def render_dot(view: View) -> str:
 def _cluster(rows: Sequence[Row], prefix: str, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for row in (r for r in rows if r.name.rpartition("/")[0] == prefix):
-        yield f"{indent}{_text(row.name)} [{_dot_attributes(_look(row))}];"
+        look = {"label": "\n".join(_label(row)), **(_OPS[row.precision] if row.kind == "op" else _KINDS[row.kind])}
+        yield f"{indent}{_text(row.name)} [{', '.join(f'{key}={_text(value)}' for key, value in look.items())}];"
         for inner in row.runs:
             yield f"{indent}subgraph {_text(f'cluster_{inner}')} {{"
             yield f"{indent}  label={_text(f'{inner}, run by {row.name}')};"
             yield from _cluster(rows, inner, depth + 1)
             yield f"{indent}}}"
-
-
-def _look(row: Row) -> dict[str, str]:
-    base = _OPS[row.precision] if row.kind == "op" else _KINDS[row.kind]
-    return {"label": "\n".join(_label(row)), **base}
 
 
 def _label(row: Row) -> list[str]:
@@ -86,10 +82,6 @@ def _edges(row: Row) -> Iterator[str]:
         yield f"{_text(read)} -> {_text(row.name)};"
     for inner in row.runs:
         yield f"{_text(f'{inner}/output')} -> {_text(row.name)} [style=dotted, label={_text('gives')}];"
-
-
-def _dot_attributes(look: Mapping[str, str]) -> str:
-    return ", ".join(f"{key}={_text(value)}" for key, value in look.items())
 
 
 def _text(plain: str, *, left: bool = False) -> str:
@@ -179,13 +171,9 @@ def _comment(row: Row) -> str:
 # The text formats of ``dump``, for one graph.
 
 
-def _render_json(view: View) -> str:
-    return view.plan.to_json() + "\n"
-
-
 _OF_ONE_GRAPH: dict[str, Callable[[View], str]] = {
     "text": render_text,
-    "json": _render_json,
+    "json": lambda view: view.plan.to_json() + "\n",
     "dot": render_dot,
     "graphml": render_graphml,
     "python": render_python,

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.resources import files
@@ -21,11 +21,12 @@ from torch import nn
 
 from autocastfx.errors import ArgumentError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
-from autocastfx.plan.plan import Plan, Precision
-from autocastfx.plan.plan_diff import PlanDiff, diff
-from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan_diff import diff
+from autocastfx.report.comparison import Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
 from autocastfx.report.headline import brief_reason, headline, headline_data
+from autocastfx.report.packed import packed
 from autocastfx.report.reason import Reasons
 from autocastfx.report.text import summary
 from autocastfx.report.view import Row, View, float8_clauses, in_numbers
@@ -34,29 +35,24 @@ from autocastfx.runtime.amp_module import AmpModule
 # The part of the page's data that tells how another plan decides: by node, and for the graph.
 
 
-def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
-    """Compare the plan of a graph with another one.
-
-    Raises:
-        ValueError: no node has the same name in both.
-    """
+def _add_changes(variant: dict[str, Any], against: Plan, plan: Plan) -> None:
+    """Add what another plan says to the data of a variant, and of each node that differs; of one it lacks, nothing."""
     difference = diff(against, plan)
     if plan.nodes and len(difference.added) == len(plan.nodes):
         raise ArgumentError(
             "the plan given as against= is of another model or graph: no node of it is in the one shown. Give the plan "
             "of the same model, converted in another way."
         )
-    return difference
-
-
-def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
-    """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
+    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
     changed: dict[str, dict[str, Any]] = {node.name: {"added": True} for node in difference.added}
     for pair in difference.changed:
         node, because = pair.before, str(pair.before.placement.because)
         said = {"runs": str(node.placement), "because": because, "decided": str(node.decision), "moved": pair.moved}
         changed[pair.name] = _present(said)
-    return changed
+    for node in variant["nodes"]:
+        if node["name"] in changed:
+            node["before"] = changed[node["name"]]
 
 
 # Facts about a converted model and its page, for the header of the page.
@@ -64,41 +60,26 @@ def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
 _DATE = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model as a whole.
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Collect the facts of a converted or enabled model as a whole, those that are known.
 
-    Attributes:
-        name: the class of the original; empty for a converted model that was unpickled, which does not know it.
-        parameters: the number of elements of all parameters, tied ones counted once.
-        fold: the level of folding.
-        date: of now, or of SOURCE_DATE_EPOCH.
-        autocastfx, torch: versions.
-    """
-
-    name: str
-    parameters: int
-    fold: str
-    date: str
-    autocastfx: str
-    torch: str
-
-
-def model_facts(model: nn.Module) -> ModelFacts:
-    """Collect the facts of a converted or enabled model.
+    ``name`` is the class of the original, which a converted model that was unpickled does not know; ``parameters`` the
+    number of elements of all parameters, tied ones counted once; ``fold`` the level of folding; ``date`` that of now,
+    or of SOURCE_DATE_EPOCH; ``autocastfx`` and ``torch`` their versions.
 
     Raises:
         ValueError: the environment variable SOURCE_DATE_EPOCH is not a number of seconds.
     """
     original = model._original.model if isinstance(model, AmpModule) else model
-    return ModelFacts(
-        name=type(original).__name__ if original is not None else "",
-        parameters=sum(p.numel() for p in model.parameters()),
-        fold=model._original.converter.fold if isinstance(model, AmpModule) else fold_of(model),
-        date=_date(os.environ.get(_DATE)),
-        autocastfx=version("autocastfx"),
-        torch=str(torch.__version__),
-    )
+    facts = {
+        "name": type(original).__name__ if original is not None else "",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fold": model._original.converter.fold if isinstance(model, AmpModule) else fold_of(model),
+        "date": _date(os.environ.get(_DATE)),
+        "autocastfx": version("autocastfx"),
+        "torch": str(torch.__version__),
+    }
+    return _present(facts)
 
 
 def _date(seconds: str | None) -> str:
@@ -120,7 +101,7 @@ def page_data(
     views: Sequence[View],
     shown: int,
     comparison: Comparison | None = None,
-    facts: ModelFacts | None = None,
+    facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
 ) -> dict[str, Any]:
     """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
@@ -143,31 +124,24 @@ def page_data(
     shown = shown if comparison is None else compared_variant(views, comparison)
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
     if against is not None:
-        _add_changes(variants[shown], compare_plans(against, views[shown].plan))
-    model = {"model": _present(asdict(facts))} if facts is not None else {}
+        _add_changes(variants[shown], against, views[shown].plan)
+    model = {"model": dict(facts)} if facts is not None else {}
     return {"format": 1, "shown": shown, **model, "variants": variants}
 
 
-def _add_changes(variant: dict[str, Any], difference: PlanDiff) -> None:
-    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
-    variant["changes"] = {"summary": difference.summary, **({"removed": removed} if removed else {})}
-    changed = changed_nodes(difference)
-    for node in variant["nodes"]:
-        if node["name"] in changed:
-            node["before"] = changed[node["name"]]
-
-
 def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
-    numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
+    values = comparison.nodes if comparison is not None else ()
+    numbers = {n.name: {**_numbers(n), **({"gradient": _numbers(n.gradient)} if n.gradient else {})} for n in values}
     parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
-    reasons, homes, whys = Reasons(rows), _Homes(rows), _Whys(rows)
+    reasons, homes, whys = Reasons(rows), _Homes(rows), dict[str, int]()  # each reason once, with a number from 1
+    known = {row.name: row.planned for row in rows if row.planned is not None}
     places = {row.name: i for i, row in enumerate(rows)}
     nodes = [
         _present(
             {
                 **_node(row, reasons),
-                "why": whys.of(row),
+                "why": _why(row, known, whys),
                 "passive": row.kind == "op" and not row.computes,
                 **_predicted(row, view),
                 **_kept(row, view),
@@ -189,7 +163,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
-        "whys": list(whys.numbers),
+        "whys": list(whys),
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
@@ -197,18 +171,11 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     }
 
 
-class _Whys:
-    """The reasons of ops in words, each once: nodes refer to them by number, from 1."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.numbers: dict[str, int] = {}
-        self._known = {row.name: row.planned for row in rows if row.planned is not None}
-
-    def of(self, row: Row) -> int | None:
-        """Return the number of a row's reason; None if no precision is at stake."""
-        if row.planned is None or row.precision is Precision.CAPTURED:
-            return None
-        return self.numbers.setdefault(brief_reason(row.planned, self._known), len(self.numbers) + 1)
+def _why(row: Row, known: Mapping[str, PlannedNode], whys: dict[str, int]) -> int | None:
+    """Return the number of a row's reason; None if no precision is at stake."""
+    if row.planned is None or row.precision is Precision.CAPTURED:
+        return None
+    return whys.setdefault(brief_reason(row.planned, known), len(whys) + 1)
 
 
 def _beginning(comparison: Comparison) -> dict[str, Any]:
@@ -282,10 +249,6 @@ def _present(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value not in ("", None, False, ())}
 
 
-def _of_value(node: ComparedNode) -> dict[str, Any]:
-    return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
-
-
 def _numbers(deviation: Deviation) -> dict[str, float | str]:
     names = ("error", "overflow", "underflow", "zeros", "nan")
     return plain_data({name: getattr(deviation, name) for name in names}, NON_FINITE_AS_TEXT)
@@ -344,6 +307,7 @@ class _Homes:
 
 SCRIPTS = (
     "viz-standalone.js",
+    "packed.js",
     "words.js",
     "repeats.js",
     "model.js",
@@ -372,7 +336,7 @@ def render_html(
     views: Sequence[View],
     shown: int,
     comparison: Comparison | None = None,
-    facts: ModelFacts | None = None,
+    facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
 ) -> str:
     """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
@@ -381,18 +345,18 @@ def render_html(
 
     Args:
         views: all variants of a model.
-        shown: position of the variant to show first if there is no comparison.
-        comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
-        facts: of the model as a whole, for the head of the page.
-        against: another plan, whose decisions are told where they differ.
+        shown: as for :func:`page_data`.
+        comparison: likewise.
+        facts: likewise.
+        against: likewise.
 
     Raises:
-        ValueError: the comparison is of another model, or of a variant that this model lacks; or ``against`` is of
-            another model.
+        ValueError: as for :func:`page_data`.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison, facts, against)
-    name = facts.name if facts is not None and facts.name else "autocastfx"
+    data["variants"] = [{**variant, "nodes": packed(variant["nodes"])} for variant in data["variants"]]
+    name = (facts or {}).get("name", "autocastfx")
     parts = {
         "title": html.escape(f"{name}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),

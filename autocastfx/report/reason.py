@@ -70,7 +70,9 @@ class Reasons:
     def _placed(self, node: PlannedNode) -> Iterator[str]:
         why, cause = node.placement.because.why, self._cause(node)
         if cause is not None:
-            through = self._through(self._path(cause.name, node.name))
+            known = [self._known[name] for name in self._path(cause.name, node.name) if name in self._known]
+            between = ", ".join(f"{one.name} ({one.decision.category})" for one in known)
+            through = f"through {between}" if between else "directly"
             yield f"{cause.name} ({cause.op}) is {cause.decision}; reached {through}"
         elif why is Why.SHARES_STORAGE:
             yield "all that shares memory has one precision, and this memory is float32"
@@ -83,12 +85,9 @@ class Reasons:
         because = node.placement.because
         return self._known.get(because.nodes[0]) if because.why is Why.AFTER else None
 
-    def _through(self, path: Sequence[str]) -> str:
-        between = [f"{name} ({self._known[name].decision.category})" for name in path if name in self._known]
-        return f"through {', '.join(between)}" if between else "directly"
-
     def _around(self, names: Sequence[str]) -> str:
-        said = [f"{name} ({_kind(self._rows[name])})" for name in names]
+        rows = [self._rows[name] for name in names]
+        said = [f"{row.name} ({row.precisions if row.planned is not None else row.kind})" for row in rows]
         return listed(said, 6) or "nothing"
 
     def _behind_casts(self, row: Row) -> list[str]:
@@ -140,7 +139,3 @@ class Reasons:
         if is_narrow(node):
             where = f"under modules the rule {proposed_list([node], wanted).partition('- ')[2].rstrip()}"
         return f"write {where} in a list of your own; or {'; or '.join(ways)}"
-
-
-def _kind(row: Row) -> str:
-    return row.precisions if row.planned is not None else row.kind

@@ -264,8 +264,9 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
     shown = [str(p) for p in Precision if any(counts[str(p)] for counts in by_op.values())]
     titles = ["nodes", *shown, "casts"]
     ops = [(op, *_numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
+    errors = {module: error for module, own in nodes.items() if (error := joint_error(own)) is not None}
     modules = [
-        (path, f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths))
+        (path, f"{len(paths):>7}", *numbers, error_cell(max((errors[p] for p in paths if p in errors), default=None)))
         for path, paths, numbers in _alike(by_module, titles)
     ]
     legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, *_ in modules) else []
@@ -278,11 +279,6 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
 
 def _numbers(counts: Counter[str], titles: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{counts[title]:>{len(title)}}" for title in titles)
-
-
-def _largest_error(modules: Iterable[Sequence[PlannedNode]]) -> str:
-    errors = [error for nodes in modules if (error := joint_error(nodes)) is not None]
-    return error_cell(max(errors, default=None))
 
 
 def _alike(
@@ -393,10 +389,14 @@ class TextOptions:
 
 # Write the header lines of every rendering.
 
+_RENEWED = "made anew when a parameter has changed, not in each call"
+
 
 def summary(view: View) -> list[str]:
     """Return lines with dtype, device, op list, model and variant, and counts of nodes, casts and some ops."""
     plan = view.plan
+    is_low_already = any(node.placement.because.why is Why.AS_CAPTURED for node in plan.nodes)
+    untouched = f"no {plan.low} value, or the model's own cast" if is_low_already else "no float32 value"
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
     others = (p for p in Precision if p not in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED) and p in run)
@@ -406,14 +406,15 @@ def summary(view: View) -> list[str]:
     to_dtypes = " and ".join(f"{to[dtype]} to {dtype}" for dtype in dict.fromkeys((plan.low, "float32", *to)))
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
     counts = sorted(Counter(r.pattern for r in plan.recomposed).items())
+    copied = len({copy.parameter for copy in plan.copies})
     recomposed = [f"recomposed: {', '.join(f'{name} ({count})' for name, count in counts)}"] if counts else []
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
         *([f"model: {view.model}"] if view.model else []),
         f"variant: {view.variant}",
-        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
+        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({untouched})",
         f"casts: {len(casts)}, of which {to_dtypes}; {saturating} saturating",
-        *([_copies(plan)] if plan.copies else []),
+        *([f"working copies: of {copied} parameters, {_RENEWED}"] if copied else []),
         *_float8(plan),
         *_saved(plan),
         _moved(plan),
@@ -422,16 +423,6 @@ def summary(view: View) -> list[str]:
         *recomposed,
         *view.outside,
     ]
-
-
-def _captured(plan: Plan) -> str:
-    is_low_already = any(node.placement.because.why is Why.AS_CAPTURED for node in plan.nodes)
-    return f"no {plan.low} value, or the model's own cast" if is_low_already else "no float32 value"
-
-
-def _copies(plan: Plan) -> str:
-    count = len({copy.parameter for copy in plan.copies})
-    return f"working copies: of {count} parameters, made anew when a parameter has changed, not in each call"
 
 
 def _float8(plan: Plan) -> Iterator[str]:

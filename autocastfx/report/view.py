@@ -75,7 +75,7 @@ class Shapes:
 
     def of(self, name: str, values: Values) -> str:
         """Write ``[s0=8, 32] x 2, [4]`` for a node that gives three tensors; an empty text for none."""
-        shapes = (self._shape(value.shape) for value in self._symbolic(name, values))
+        shapes = (f"[{', '.join(map(self._size, value.shape))}]" for value in self._symbolic(name, values))
         runs = [(shape, len(list(same))) for shape, same in groupby(shapes)]
         return ", ".join(shape if count == 1 else f"{shape} x {count}" for shape, count in runs)
 
@@ -86,9 +86,6 @@ class Shapes:
             if known in self._captured and _sizes(self._captured[known]) == sizes:
                 return self._captured[known]
         return values
-
-    def _shape(self, sizes: Sequence[Any]) -> str:
-        return f"[{', '.join(self._size(size) for size in sizes)}]"
 
     def _size(self, size: Any) -> str:
         if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
@@ -440,7 +437,7 @@ class _Join:
                 row = Row(name, "input", dtype=said, depth=depth)
                 if (held := HeldTensor.of(node)) is not None:  # torch.compile passes in what the model holds
                     row = replace(row, kind=held.kind, op=held.path)
-                yield self._sized(row, self._values(node))
+                yield self._sized(row, tensors(node))
             elif node.op == "get_attr":
                 value = attribute_values[str(node.target)]
                 kind, dtype = _attribute(value, str(node.target), prefix)
@@ -451,23 +448,17 @@ class _Join:
             else:
                 graphs = subgraphs(node, attribute_values) | recomputed(node)
                 inner = {f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in graphs.items()}
-                inner = {p: part for p, part in inner.items() if self._knows(p)}
+                planned = (*self.nodes, *self.casts)  # not of sub-graphs that stay whole
+                inner = {p: part for p, part in inner.items() if any(one.startswith(p) for one in planned)}
                 runs = tuple(p.removesuffix("/") for p in inner)
                 line = source_line(stack_trace(node))
-                row = self._sized(self._row(node, name), self._values(node))
+                row = self._sized(self._row(node, name), tensors(node))
                 yield replace(row, depth=depth, reads=reads, runs=runs, line=line, attributes=attributes(node))
                 for inner_prefix, part in inner.items():
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 
-    def _values(self, node: fx.Node) -> Values:
-        return tensors(node)
-
     def _sized(self, row: Row, values: Values) -> Row:
         return replace(row, shape=self.shapes.of(row.name, values), bytes=bytes_of(values))
-
-    def _knows(self, prefix: str) -> bool:
-        """True if the plan has nodes of a sub-graph; false for sub-graphs that stay whole."""
-        return any(name.startswith(prefix) for name in (*self.nodes, *self.casts))
 
     def _row(self, node: fx.Node, name: str) -> Row:
         planned, cast, mark = self.nodes.get(name), self.casts.get(name), origin(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autocastfx.graph.node import argument
 from tests.capture.decoders import DECODERS, IDS, WINDOW, shown_attention
 from tests.golden import decoders
 from tests.helpers import Function, relative_error, sampled
+from tests.nearness import assert_as_near_as_autocast
 
 X, SEEN = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 5, dtype=torch.bool)
 
@@ -275,17 +277,13 @@ def test_a_decoder_calls_attention_without_a_mask(name: str, lengths: tuple[int,
     assert f"{name}:\n{shown_attention(amp_model)}\n" in decoders.KEPT.read_text(encoding="utf-8")
     for length in lengths:
         ids = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(length))
-        exact = _outcome(model, ids)
-        with torch.autocast("cpu", torch.bfloat16):
-            usual = _outcome(model, ids)
-        for a, b, c in zip(_outcome(amp_model, ids), usual, exact, strict=True):
-            assert relative_error(a, c) <= 2 * relative_error(b, c) + torch.finfo(torch.bfloat16).eps
+        assert_as_near_as_autocast(partial(_outcome, ids=ids), model, amp_model, torch.bfloat16, times=2)
 
 
-def _outcome(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _outcome(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradients of all parameters, as one."""
     logits = model(input_ids=ids).logits.float()
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
-    return logits.detach(), torch.cat([g.flatten() for g in gradients if g is not None])
+    return {"logits": logits.detach(), "gradients": torch.cat([g.flatten() for g in gradients if g is not None])}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +15,10 @@ from autocastfx.capture import tidy
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
 EPS = torch.finfo(LOW).eps
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        yield
-    torch._dynamo.reset()
 
 
 class Batched(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,15 +14,10 @@ import autocastfx
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
 SIZES = ((2, 16, 8, 6), (2, 16, 7, 6), (3, 16, 8, 6), (2, 16, 32, 10))
-
-
-@pytest.fixture(autouse=True)
-def _dynamo_as_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):

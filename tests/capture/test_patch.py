@@ -18,6 +18,7 @@ from autocastfx.errors import CaptureError
 from autocastfx.runtime import captures
 from autocastfx.runtime.around import Around, is_inside
 from tests.capture.test_call import Scaled
+from tests.helpers import Straight
 from tests.invariants.pair import settings_now
 
 
@@ -41,16 +42,6 @@ def in_threads(*runs: Callable[[], Any]) -> list[Any]:
     return found
 
 
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 3
-
-
 class Model(nn.Module):
     """With a custom function, whose calls a capture sees by a patch."""
 
@@ -59,7 +50,7 @@ class Model(nn.Module):
         self.a, self.b, self.fails = nn.Linear(8, 8), nn.Linear(8, 8), fails
 
     def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
-        y = self.b(Round.apply(self.a(x) * 10)) * by
+        y = self.b(Straight.apply(self.a(x) * 10)) * by
         if self.fails:
             raise KeyError("on purpose")
         return y
@@ -82,7 +73,7 @@ def test_conversions_in_several_threads_take_turns() -> None:
             reference = autocastfx.convert(Model(), (x,), dtype=torch.bfloat16)
             reference.load_state_dict(amp_model.state_dict())
             right = right and not model.fails and torch.equal(found, reference(x))
-            right = right and any("Round" in node.op for node in amp_model.plan.nodes)
+            right = right and any("Straight" in node.op for node in amp_model.plan.nodes)
         return right
 
     assert in_threads(*(lambda n=n: converted(n) for n in range(4))) == [True] * 4

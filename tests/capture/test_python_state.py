@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.errors import CaptureError
-from tests.helpers import relative_error
+from tests.helpers import Net, relative_error
 
 X = torch.randn(3, 8)
 EPSILON = torch.finfo(torch.bfloat16).eps
@@ -155,14 +155,7 @@ def test_what_an_object_or_a_container_holds_is_captured_again(path: str) -> Non
     assert_agrees(amp_model, model)
 
 
-@pytest.fixture
-def _compiled_anew() -> Generator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_compiled_anew")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("path", INSIDE)
 def test_compiled_what_is_read_is_one_graph_and_a_change_is_seen(path: str) -> None:
     torch.manual_seed(0)
@@ -178,7 +171,7 @@ def test_compiled_what_is_read_is_one_graph_and_a_change_is_seen(path: str) -> N
     assert compiled(X).equal(after)
 
 
-@pytest.mark.usefixtures("_compiled_anew")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_models_of_other_numbers_are_one_graph_each() -> None:
     for number in (1.0, 1.5, 2.5, -0.0, 0.0, 0.25):  # from the second on, Dynamo takes the number for a variable
         model = Model()
@@ -262,18 +255,13 @@ def test_copies_have_the_numbers_of_now_and_of_their_own(make: Callable[[Any], A
     assert_agrees(amp_model, model)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.factor = nn.Linear(8, 8), 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.linear(x) * self.factor, lambda x: x - self.factor, (x,))
-
-
 def test_what_a_branch_of_the_graph_reads_counts_too() -> None:
     """torch.compile traces the branches, and reads attributes by ways of its own."""
-    model = Branches()
+    model = Net(
+        lambda m, x: torch.cond(x.sum() > 0, lambda x: m.linear(x) * m.factor, lambda x: x - m.factor, (x,)),
+        linear=nn.Linear(8, 8),
+        factor=3,
+    )
     amp_model = converted(model)
     model.factor = 7
     assert_agrees(amp_model, model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from tests.helpers import Net
 
 
 class Two(nn.Module):
@@ -56,17 +57,8 @@ def test_the_first_call_tells_them_apart() -> None:
     assert len(amp_model.variants) <= 1 + len(OTHERS)
 
 
-class Projection(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ self.weight + x @ weight
-
-
 def test_a_parameter_of_the_model_may_be_an_argument() -> None:
-    model = Projection()
+    model = Net(lambda m, x, weight: x @ m.weight + x @ weight, weight=nn.Parameter(torch.randn(4, 4)))
     amp_model = autocastfx.convert(model, (X, model.weight), op_list="float32")
     other = torch.randn(4, 4)
     torch.testing.assert_close(amp_model(Y, other), model(Y, other), rtol=0, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +13,15 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from tests.helpers import Net
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def _dynamo_as_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(torch.relu(x)))
+def net() -> nn.Module:
+    return Net(lambda m, x: torch.relu(m.linear(torch.relu(x))), linear=nn.Linear(16, 16))
 
 
 def class_that(gives_on: Callable[[Any, Any], None]) -> Any:
@@ -115,7 +106,7 @@ def _told(tensor: Any) -> tuple[type, str]:
 @pytest.mark.parametrize("gives_on", FOLLOWED)
 def test_attributes_are_those_of_each_call(gives_on: Callable[[Any, Any], None], way: str) -> None:
     torch.manual_seed(0)
-    kind, model = class_that(gives_on), Net()
+    kind, model = class_that(gives_on), net()
     original = copy.deepcopy(model)
     if way == "convert":
         ours: Any = autocastfx.convert(model, (_image(kind, CALLS[0]),), dtype=LOW)
@@ -146,4 +137,4 @@ def _replaced(found: Any, given: Any) -> None:
 def test_what_is_not_followed_is_refused_by_the_name_of_the_class() -> None:
     kind = class_that(_replaced)
     with pytest.raises(CaptureError, match=r"\nImage has a __torch_function__ that one graph cannot hold\. Give"):
-        autocastfx.convert(Net(), (_image(kind, {"label": "a"}),), dtype=LOW)
+        autocastfx.convert(net(), (_image(kind, {"label": "a"}),), dtype=LOW)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +18,8 @@ from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.errors import CaptureError
 from tests.helpers import relative_error
 from tests.thread_state import thread_state
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LOW = torch.bfloat16
 OLD = torch.__version__.startswith("2.11")  # its export refuses every transform in forward
@@ -115,15 +115,6 @@ class Pullback(Slopes):
 class Failing(Velocity):
     def forward(self, x: Tensor, t: Tensor, v: Tensor) -> Tensor:
         return torch.func.jvp(lambda x: self.f(x), (x,), (v,))[1]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        yield
-    torch._dynamo.reset()
 
 
 def case(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:

@@ -21,19 +21,7 @@ import autocastfx
 from autocastfx import AmpModule, OpList
 from autocastfx.capture.kept_whole import AutogradCall
 from autocastfx.errors import BannedOpError, CaptureError, UnmatchedRuleWarning
-from tests.helpers import op_list, relative_error
-
-
-class Straight(torch.autograd.Function):
-    """A straight-through estimator: its derivative is 0 almost everywhere, its gradient is not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 3
+from tests.helpers import Net, Straight, op_list, relative_error
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -186,7 +174,14 @@ def convert(module: nn.Module, lists: Any = (), dtype: torch.dtype = torch.bfloa
 def leaves(model: AmpModule) -> list[tuple[str, str, str]]:
     """(op, category, precision) of the nodes that stand for Python calls."""
     found = [n for n in model.plan.nodes if "." in n.op]
-    return [(n.op.removeprefix(f"{__name__}."), str(n.decision.category), str(n.placement.run)) for n in found]
+    return [
+        (
+            n.op.removeprefix(f"{__name__}.").removeprefix("tests.helpers."),
+            str(n.decision.category),
+            str(n.placement.run),
+        )
+        for n in found
+    ]
 
 
 @functools.cache
@@ -240,7 +235,7 @@ def test_a_model_with_a_custom_function_compiles() -> None:
 
 def test_a_custom_function_can_be_allowed_and_denied(tmp_path: Path) -> None:
     module = Between(FUNCTIONS["straight-through"])
-    rules = f"extends: bfloat16\n%s: [{__name__}.Straight]"
+    rules = f"extends: bfloat16\n%s: [{Straight.__module__}.Straight]"
     kept = convert(module, "bfloat16")
     assert leaves(kept) == [("Straight", "keep", "float32")]
     denied = convert(module, op_list(tmp_path, rules % "deny"))
@@ -255,7 +250,7 @@ def test_a_custom_function_can_be_allowed_and_denied(tmp_path: Path) -> None:
 
 
 def test_a_custom_function_can_be_banned(tmp_path: Path) -> None:
-    lists = op_list(tmp_path, f"ban: [{{reason: no rounding, ops: [{__name__}.Straight]}}]")
+    lists = op_list(tmp_path, f"ban: [{{reason: no rounding, ops: [{Straight.__module__}.Straight]}}]")
     with pytest.raises(BannedOpError, match=r"Straight.*no rounding"):
         convert(Between(FUNCTIONS["straight-through"]), lists)
 
@@ -269,7 +264,7 @@ def test_an_autograd_call_is_its_function() -> None:
     assert call == AutogradCall(Straight) == pickle.loads(pickle.dumps(call))
     assert call != AutogradCall(Masked)
     assert len({call, AutogradCall(Straight)}) == 1
-    assert (call.__module__, call.__qualname__) == (__name__, "Straight")
+    assert (call.__module__, call.__qualname__) == (Straight.__module__, "Straight")
 
 
 # -- Python functions that a list names -------------------------------------------------------------------------------
@@ -382,15 +377,6 @@ class Checkpointed(nn.Module):
         return checkpoint.checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
-class InSequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint.checkpoint_sequential(self.inner, 2, x, use_reentrant=False)
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_checkpointing_is_kept(training: bool) -> None:
     module = Checkpointed(False).train(training)
@@ -417,7 +403,12 @@ def test_reentrant_checkpointing_is_kept(training: bool) -> None:
 
 def test_checkpointing_of_a_sequence_is_refused_with_the_line() -> None:
     with pytest.raises(CaptureError, match=r"(?s)checkpoint_sequential.*test_whole_calls\.py:\d+.*enable"):
-        convert(InSequence())
+        convert(
+            Net(
+                lambda m, x: checkpoint.checkpoint_sequential(m.inner, 2, x, use_reentrant=False),
+                inner=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            )
+        )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -237,14 +236,7 @@ def test_compiled_before_the_first_call(backend: str, x: Tensor) -> None:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_wrapped_in_data_parallel_before_the_first_call(options: dict[str, Any], x: Tensor) -> None:
     model = Net()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autocastfx.cli.model import FactoryCall, is_factory_call
+from autocastfx.cli.model import called, is_factory_call
 from autocastfx.errors import ModelSpecError
 
 FORM = "a model is package.module:factory"
@@ -40,7 +40,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 )
 def test_arguments_are_literals(spec: str, expected: tuple[Any, Any]) -> None:
     assert is_factory_call(f"called_by_name:{spec}")
-    assert FactoryCall.of(f"called_by_name:{spec}", FORM).result() == expected
+    assert called(f"called_by_name:{spec}", FORM) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_arguments_are_literals(spec: str, expected: tuple[Any, Any]) -> None:
 )
 def test_nothing_in_them_is_run(brackets: str) -> None:
     with pytest.raises(ModelSpecError, match=r"cannot read"):
-        FactoryCall.of(f"called_by_name:given{brackets}", FORM)
+        called(f"called_by_name:given{brackets}", FORM)
 
 
 def test_a_model_that_stands_there_is_not_called(module: types.ModuleType) -> None:
-    assert FactoryCall.of("called_by_name:model", FORM).result() is module.model
+    assert called("called_by_name:model", FORM) is module.model
     with pytest.raises(ModelSpecError, match="called_by_name:model is a model itself: leave the arguments out"):
-        FactoryCall.of("called_by_name:model(1)", FORM).result()
+        called("called_by_name:model(1)", FORM)
     with pytest.raises(ModelSpecError, match="called_by_name:number is a int: name a model, or something to call"):
-        FactoryCall.of("called_by_name:number", FORM).result()
+        called("called_by_name:number", FORM)
 
 
 @pytest.mark.parametrize(

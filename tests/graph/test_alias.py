@@ -10,15 +10,14 @@ from torch import Tensor
 import autocastfx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.plan.plan import Precision
+from tests.decided import traced
 from tests.helpers import Function
 
 X = torch.rand(8, 8)
 
 
 def sets(function: Callable[..., object]) -> set[frozenset[str]]:
-    captured = autocastfx.convert(Function(function), (X,), dtype="float16").variants[0].captured
-    assert captured is not None
-    return {frozenset(node.name for node in one.members) for one in alias_sets(captured.graph).values()}
+    return {frozenset(node.name for node in one.members) for one in alias_sets(traced(function, X)).values()}
 
 
 def written_apart(x: Tensor) -> tuple[Tensor, Tensor]:

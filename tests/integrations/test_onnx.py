@@ -20,7 +20,7 @@ from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.zoo_models import ZOO
 from tests.golden.readme import INTEGRATIONS, outputs, run, section
-from tests.helpers import Function, sampled, unchecked
+from tests.helpers import Function, Net, sampled, unchecked
 
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: make integrations")
 pytest.importorskip("onnxscript", reason="needs onnxscript: make integrations")
@@ -209,12 +209,8 @@ def test_sizes_are_dynamic_and_inputs_named_where_asked(low: torch.dtype, tmp_pa
 
 
 def test_keyword_arguments_come_in_any_order(tmp_path: Path) -> None:
-    class Difference(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return torch.relu(a) - b
-
     given = {"b": torch.randn(2, 4), "a": torch.randn(2, 4)}
-    amp_model = autocastfx.convert(Difference().eval(), (), given, dtype=HALF)
+    amp_model = autocastfx.convert(Net(lambda m, a, b: torch.relu(a) - b).eval(), (), given, dtype=HALF)
     export(amp_model, path=tmp_path / "model.onnx", kwargs=given)
     assert torch.equal(in_onnxruntime(tmp_path / "model.onnx", (), given)[0], amp_model(**given))
 

@@ -13,21 +13,11 @@ from torch._dynamo.utils import counters
 import autocastfx
 from autocastfx import CompileBackend
 from autocastfx.errors import UncapturedGraphWarning
+from tests.integrations.test_skipped_before import Broken
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 X = torch.linspace(-2, 2, 40).reshape(5, 8)
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.last(x)
 
 
 def _enabled(model: nn.Module) -> CompileBackend:

@@ -14,6 +14,7 @@ from autocastfx import CompileBackend
 from autocastfx.errors import UncapturedGraphWarning
 from tests.helpers import relative_error
 from tests.integrations.trained import char_gpt, made
+from tests.nearness import assert_near
 
 pytest.importorskip("peft", reason="needs peft: make integrations")
 
@@ -36,14 +37,14 @@ def adapted() -> Any:
     return peft.get_peft_model(model, config)  # type: ignore[arg-type]
 
 
-def near(found: Tensor, model: Any) -> bool:
-    """True if ``found`` is as near to float32 as under torch.autocast, but is not float32's."""
+def assert_logits_near(found: Tensor, model: Any) -> None:
+    """``found`` is as near to float32 as under torch.autocast, but is not float32's."""
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.compile is off", UncapturedGraphWarning)
         exact = model(IDS).logits
         with torch.autocast("cpu", LOW):
             usual = model(IDS).logits
-    return 0 < relative_error(found, exact) <= 2 * relative_error(usual, exact)
+    assert_near({"logits": found}, {"logits": usual}, {"logits": exact}, times=2)
 
 
 def logits(model: Any) -> Tensor:
@@ -68,17 +69,17 @@ def test_an_adapter_that_is_switched_off_merged_or_changed_is_followed(tmp_path:
     backend = CompileBackend(dtype=LOW, inner="eager")
     backend.compile(model)
     on = logits(model)
-    assert near(on, model)
+    assert_logits_near(on, model)
     with model.disable_adapter():
         off = logits(model)
-        assert near(off, model)
+        assert_logits_near(off, model)
     assert relative_error(off, on) > 0.1
     assert torch.equal(logits(model), on)
     torch.manual_seed(2)
     other: Any = peft.LoraConfig(target_modules=["c_proj"], **LORA)
     model.add_adapter("other", other)
     model.set_adapter("other")
-    assert near(logits(model), model)
+    assert_logits_near(logits(model), model)
     assert relative_error(logits(model), on) > 0.1
     model.set_adapter("default")
     assert torch.equal(logits(model), on)
@@ -87,7 +88,7 @@ def test_an_adapter_that_is_switched_off_merged_or_changed_is_followed(tmp_path:
     CompileBackend(dtype=LOW, inner="eager").compile(loaded)
     assert torch.equal(logits(loaded.eval()), on)
     model.merge_adapter()
-    assert near(logits(model), model)
+    assert_logits_near(logits(model), model)
     assert relative_error(logits(model), on) <= 0.1
     assert not backend.skipped
 
@@ -100,7 +101,7 @@ def test_a_model_converted_before_it_is_adapted_is_followed_too() -> None:
     torch.manual_seed(1)
     config: Any = peft.LoraConfig(target_modules=["c_attn"], **LORA)
     model: Any = peft.get_peft_model(base, config)
-    assert near(logits(model), model)
+    assert_logits_near(logits(model), model)
     assert relative_error(logits(model), alone) > 0.1
     base = model.unload()
     assert torch.equal(logits(base), alone)

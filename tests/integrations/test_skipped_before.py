@@ -17,6 +17,7 @@ import autocastfx
 from autocastfx import CompileBackend
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
+from tests.integrations.test_skipped_code import Whole
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -72,17 +73,6 @@ class Broken(nn.Module):
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.last(x)
-
-
-class Whole(nn.Module):
-    """A module between captured layers."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(8, 8), inner, nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.inner(self.before(x)))
 
 
 def enabled(kind: Callable[[], nn.Module], **options: Any) -> nn.Module:

@@ -23,7 +23,7 @@ import autocastfx
 from autocastfx import CompileBackend
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.integrations.skipped_code import InAutocast
-from tests.helpers import relative_error
+from tests.helpers import Net, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -475,20 +475,18 @@ def test_a_model_of_which_nothing_is_captured_is_told() -> None:
     assert torch.equal(model(x), wanted)
 
 
-class Public(nn.Module):
+def public() -> nn.Module:
     """torch's own loss for many classes, which looks which clusters have targets: the graph breaks inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.loss = nn.Linear(16, 64), nn.AdaptiveLogSoftmaxWithLoss(64, 512, cutoffs=[128], div_value=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.head(x), torch.arange(0, 512, 512 // len(x))).output
+    return Net(
+        lambda m, x: m.loss(m.head(x), torch.arange(0, 512, 512 // len(x))).output,
+        head=nn.Linear(16, 64),
+        loss=nn.AdaptiveLogSoftmaxWithLoss(64, 512, cutoffs=[128], div_value=1),
+    )
 
 
 def test_a_break_inside_a_module_of_torchs_leaves_its_modules_converted() -> None:
     torch.manual_seed(0)
-    model, x = Public(), torch.randn(16, 16)
+    model, x = public(), torch.randn(16, 16)
     exact = model(x).detach()
     autocastfx.enable(model, dtype=LOW)
     backend = autocastfx.backend_of(model)
@@ -508,7 +506,7 @@ def test_a_break_inside_a_module_of_torchs_leaves_its_modules_converted() -> Non
 
 def test_a_module_of_torchs_that_came_later_is_captured_too() -> None:
     torch.manual_seed(0)
-    model, x = Public(), torch.randn(16, 16)
+    model, x = public(), torch.randn(16, 16)
     autocastfx.enable(model, dtype=LOW)
     with pytest.warns(UncapturedGraphWarning):
         model(x)

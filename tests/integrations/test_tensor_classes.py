@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx.capture import dynamo_graph
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
-from tests.helpers import relative_error
+from tests.helpers import Net, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -142,19 +142,14 @@ class Tracked(Tensor):
         return found
 
 
-class Adds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(torch.relu(x)))
+def adds() -> nn.Module:
+    return Net(lambda m, x: torch.relu(m.linear(torch.relu(x))), linear=nn.Linear(16, 16))
 
 
 @pytest.mark.parametrize("kind", [Image, Doubled])
 def test_a_class_whose_function_dynamo_follows_is_converted(kind: Any) -> None:
     torch.manual_seed(0)
-    model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
+    model, x = adds(), torch.randn(4, 16).as_subclass(kind)
     exact = model(x)
     amp_model = autocastfx.convert(model, (x,), dtype=LOW)
     found = amp_model(x)
@@ -168,7 +163,7 @@ def test_a_class_whose_function_dynamo_follows_is_converted(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Image, Doubled])
 def test_such_a_class_is_that_of_what_an_enabled_model_gives(kind: Any, recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
-    model, x = Adds(), torch.randn(4, 16).as_subclass(kind)
+    model, x = adds(), torch.randn(4, 16).as_subclass(kind)
     exact = model(x)
     autocastfx.enable(model, dtype=LOW)
     found = model(x)
@@ -178,7 +173,7 @@ def test_such_a_class_is_that_of_what_an_enabled_model_gives(kind: Any, recwarn:
 
 
 def test_attributes_that_a_class_gives_on_are_those_of_each_call() -> None:
-    model = Adds()
+    model = adds()
     amp_model = autocastfx.convert(model, (_named("first"),), dtype=LOW)
     for label in ("first", "second"):
         x = _named(label)
@@ -194,7 +189,7 @@ def _named(label: str) -> Named:
 
 
 def test_a_class_whose_function_dynamo_cannot_follow_is_refused_by_name() -> None:
-    model, x = Adds(), torch.randn(4, 16).as_subclass(Tracked)
+    model, x = adds(), torch.randn(4, 16).as_subclass(Tracked)
     with pytest.raises(CaptureError) as told:
         autocastfx.convert(model, (x,), dtype=LOW)
     assert "test_tensor_classes.py:" in str(told.value)

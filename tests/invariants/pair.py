@@ -8,7 +8,6 @@ through the chain a second time.
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from autocastfx.graph.node import dtypes, origin
 from autocastfx.plan.plan import Precision
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
+from benchmarks.zoo_judge import distance
+from tests.helpers import Net
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -49,21 +50,6 @@ def _attribute(graph: fx.Graph, target: str) -> Any:
     for name in target.split("."):
         held = getattr(held, name, None)
     return held
-
-
-def distance(result: Tensor, reference: Tensor) -> float:
-    """Relative distance in the 2-norm; infinite unless the infinities and the NaNs are those of ``reference``."""
-    kind = torch.complex128 if reference.is_complex() else torch.float64
-    result, reference = result.detach().to(kind), reference.detach().to(kind)
-    finite = reference.isfinite()
-    if not torch.equal(finite, result.isfinite()):
-        return math.inf
-    others = (result == reference) | (result.isnan() & reference.isnan())
-    if not bool(others[~finite].all()):
-        return math.inf
-    norm = float(reference[finite].norm())
-    gap = float((result - reference)[finite].norm())
-    return gap / norm if norm else gap
 
 
 def assert_close(what: str, result: Any, reference: Any, bound: float) -> None:
@@ -162,22 +148,6 @@ def _fresh(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 class Named(dict[str, Any]):
     """The keyword arguments of a call."""
-
-
-class Net(nn.Module):
-    """A function of (itself, inputs) as a model, with the modules, parameters and buffers that it uses."""
-
-    def __init__(self, function: Callable[..., Any], **held: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in held.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def net(function: Callable[..., Any], **held: Any) -> Net:

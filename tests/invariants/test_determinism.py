@@ -17,7 +17,7 @@ import autocastfx
 from autocastfx import AmpModule
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.op_list import preset_folder
-from tests.helpers import with_pinned_torch
+from tests.helpers import Net, with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
 
 pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")]
@@ -88,18 +88,13 @@ def test_conversion_is_idempotent(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_a_model_that_is_low_already_is_unchanged(low: torch.dtype) -> None:
-    class Transformer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 8)
-            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-            self.head = nn.Linear(8, 9)
-
-        def forward(self, i: Tensor) -> Tensor:
-            return self.head(self.layer(self.embed(i))).log_softmax(-1)
-
     i = torch.arange(6).view(2, 3)
-    model = Transformer().to(low)
+    model = Net(
+        lambda m, i: m.head(m.layer(m.embed(i))).log_softmax(-1),
+        embed=nn.Embedding(9, 8),
+        layer=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+        head=nn.Linear(8, 9),
+    ).to(low)
     eager = copy.deepcopy(model)
     nothing_denied = autocastfx.OpList.of({"allow": ["linear", "scaled_dot_product_attention"], "infer": ["add"]})
     amp_model = autocastfx.convert(model, (i,), op_list=nothing_denied)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
+from tests.helpers import Straight
 from tests.invariants.pair import LOW, Net, Pair, assert_close, net
 
 pytestmark = [
@@ -55,18 +55,6 @@ def test_gradients_reach_the_inputs(low: torch.dtype) -> None:
     pair.amp_model(mine).sum().backward()
     pair.eager(theirs).sum().backward()
     assert_close("gradient", mine.grad, theirs.grad, 2 * pair.bound((x,)))
-
-
-class Straight(torch.autograd.Function):
-    """Rounds; its gradient is not the one that tracing through it would give."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 3
 
 
 def test_a_custom_backward_is_kept() -> None:

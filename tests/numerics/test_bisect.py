@@ -19,7 +19,7 @@ from autocastfx.errors import BisectError, EvaluationsError, UnmatchedRuleWarnin
 from autocastfx.numerics import bisect as bisect_module
 from autocastfx.numerics.bisect import OpInModule, places_of, search_order
 from autocastfx.plan.sensitivity import Effect
-from tests.helpers import unchecked
+from tests.helpers import Net, unchecked
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5
@@ -245,15 +245,7 @@ def test_without_example_inputs_it_searches_in_graph_order() -> None:
 
 
 def test_at_the_root_the_op_is_denied() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.log1p(torch.exp(self.layer(x) + 20) * 1e-9)
-
-    model = Root()
+    model = Net(lambda m, x: torch.log1p(torch.exp(m.layer(x) + 20) * 1e-9), layer=nn.Linear(8, 8))
     found = bisect(model, X, Distance(model, X), 0.05, op_list=["default", LISTED], dtype="float16")
     assert found.places == (OpInModule("", "exp"),)
     assert str(found).startswith(f"float32 for exp: metric {found.metric:.4g}, ")

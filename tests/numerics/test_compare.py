@@ -15,7 +15,7 @@ from autocastfx import Comparison, OpList, Sensitivity, compare, convert, find_o
 from autocastfx.errors import VariantError
 from autocastfx.numerics.paired_run import Side, run_side_by_side
 from autocastfx.plan.sensitivity import Effect
-from tests.helpers import Function, relative_error
+from tests.helpers import Function, Net, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
 
 EPS = torch.finfo(torch.float16).eps
@@ -267,17 +267,8 @@ def test_functions_of_sizes_are_run_with_those_of_the_call() -> None:
     assert compare(model, pickle.loads(pickle.dumps(amp_model)), x)["mul"] == compare(model, amp_model, x)["mul"]
 
 
-class Scales(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, factor: float, steps: int = 2) -> Tensor:
-        return self.layer(x) * factor * steps
-
-
 def test_numbers_that_change_from_call_to_call_are_those_of_the_call() -> None:
-    model, x = Scales(), torch.randn(4, 8)
+    model, x = Net(lambda m, x, factor, steps=2: m.layer(x) * factor * steps, layer=nn.Linear(8, 8)), torch.randn(4, 8)
     amp_model = convert(model, (x, 0.5), dtype="float16")
     for factor, steps in ((0.25, 2), (0.125, 3), (0.125, 4)):  # graphs for any factor, and for any steps
         amp_model(x, factor, steps)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autocastfx import OpList, compare, convert, find_overflow
 from autocastfx.graph.node import attribute
 from autocastfx.numerics.flat_graph import flatten
-from tests.helpers import relative_error
+from tests.helpers import Net, relative_error
 
 
 class Regions(nn.Module):
@@ -28,9 +28,8 @@ class Regions(nn.Module):
         return self.first(z.float()) + y
 
 
-class Branches(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.exp() * 100, lambda x: x * 2, (x * 1.0,)) + 1
+def branches() -> nn.Module:
+    return Net(lambda m, x: torch.cond(x.sum() > 0, lambda x: x.exp() * 100, lambda x: x * 2, (x * 1.0,)) + 1)
 
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -88,11 +87,11 @@ def test_an_overflow_in_a_region_is_named_and_its_rule_mends_it() -> None:
 
 def test_branches_stay_whole_and_the_reports_say_so() -> None:
     x = X + 1
-    amp_model = convert(Branches(), (x,), dtype="float16")
+    amp_model = convert(branches(), (x,), dtype="float16")
     found = compare(None, amp_model, x)
     assert len(found.whole) == 1
     assert found.table().endswith(f"; not looked into: {found.whole[0]}")
     large = torch.full((4, 8), 60.0)
-    overflow = find_overflow(convert(Branches(), (large,), dtype="float16"), large * 2)
+    overflow = find_overflow(convert(branches(), (large,), dtype="float16"), large * 2)
     assert overflow is not None
     assert overflow.advice.startswith("it holds sub-graphs, which are not looked into")

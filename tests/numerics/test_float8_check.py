@@ -13,18 +13,10 @@ import autocastfx
 from autocastfx import OpList
 from autocastfx.numerics.check import Check, allowance
 from autocastfx.runtime.operators import float8
+from tests.helpers import Net
 
 LOW = torch.bfloat16
 BATCHES = [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def loss(output: Tensor, _: Any) -> Tensor:
@@ -34,7 +26,12 @@ def loss(output: Tensor, _: Any) -> Tensor:
 def mlp() -> nn.Module:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return Mlp()
+        return Net(
+            lambda m, x: x + m.down(F.gelu(m.up(m.norm(x)))),
+            norm=nn.LayerNorm(64),
+            up=nn.Linear(64, 128),
+            down=nn.Linear(128, 64),
+        )
 
 
 def checked(recipe: str = "rowwise", **keys: Any) -> Check:

@@ -20,6 +20,7 @@ from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.sensitivity import added, rms
+from tests.helpers import Net
 
 PROBES = 64  # an error is known within 1/sqrt(2 * 64) = 9 %
 WITHIN = 4 / (2 * PROBES) ** 0.5  # four standard deviations
@@ -254,21 +255,16 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, gradient: torch.mul(gradient, 2, out=torch.empty_like(gradient)))
 
 
-class OutOfPlace(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(doubled(self.first(x)))
+def out_of_place() -> nn.Module:
+    return Net(lambda m, x: m.last(doubled(m.first(x))), first=torch.nn.Linear(4, 4), last=torch.nn.Linear(4, 1))
 
 
 def test_a_gradient_that_cannot_be_differentiated_again_is_told() -> None:
     said = r"the gradient cannot be differentiated again: mul\(\): functions with out=.* Measure of='output'"
     batches = [torch.randn(3, 4)]
     with pytest.raises(SensitivityError, match=said):
-        autocastfx.sensitivity(OutOfPlace(), batches, loss_fn=lambda y, _: y.sum(), dtype="bfloat16")
-    assert autocastfx.sensitivity(OutOfPlace(), batches, of="output", dtype="bfloat16")
+        autocastfx.sensitivity(out_of_place(), batches, loss_fn=lambda y, _: y.sum(), dtype="bfloat16")
+    assert autocastfx.sensitivity(out_of_place(), batches, of="output", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A backward pass that halts gives what torch's own engine gives, to the bit, and keeps little on its way."""
+"""What a run keeps for the way back: each value's gradient is the one of torch, once, and complete."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import get_gradient_edge
 
-from autocastfx.numerics.paired_run import Backward, Tape, edge_of
+from autocastfx import convert
+from autocastfx.numerics.paired_run import Gradients, Tape, run_backwards, run_side_by_side
+from tests.helpers import Function
 
 
 @torch.library.custom_op("tape::scaled", mutates_args=())
@@ -17,6 +20,7 @@ def scaled(x: Tensor, by: float, shift: Tensor) -> Tensor:
     return x * by + shift
 
 
+scaled.register_fake(lambda x, by, shift: torch.empty_like(x))
 scaled.register_autograd(
     lambda ctx, gradient: (gradient * ctx.by, None, gradient),
     setup_context=lambda ctx, inputs, output: _keep(ctx, inputs),
@@ -69,60 +73,72 @@ def functions(x: Tensor, y: Tensor) -> Tensor:
     return scaled(one, 2.0, y.exp()) * x  # type: ignore[operator]
 
 
+def gradients_of(function: Callable[..., Tensor], *inputs: Tensor) -> dict[str, Gradients]:
+    """Run a function's graph backwards from the sum of its result, without any cast."""
+    run = run_side_by_side(None, convert(Function(function), inputs, op_list="float32"), inputs, {}, gradients=True)
+    assert list(run.steps())
+    found: list[Gradients] = []
+    run_backwards(run, None, 1.0, found.append)
+    names = [one.name for one in found]
+    assert len(names) == len(set(names)), "once each"
+    return {one.name: one for one in found}
+
+
 @pytest.mark.parametrize("function", [residual, broadcast, in_place, several, functions])
-def test_gradients_are_those_of_torch_wherever_it_halts(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_gradients_are_those_of_torch(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x, y = (torch.randn(4, 4).requires_grad_() for _ in "xy")
     expected = torch.autograd.grad(function(x, y).float().sum(), (x, y))
-    first = edge_of(x * 1)[0]._sequence_nr()
-    output = function(x, y).float().sum()
-    backward = Backward(output, torch.ones(()))
-    for mark in range(edge_of(output)[0]._sequence_nr(), first, -1):
-        backward.run_to(mark)
-    assert backward.at == first + 1
-    for leaf, gradient in zip((x, y), expected, strict=True):
-        found = backward.gradient(edge_of(leaf))
-        assert found is not None
-        assert torch.equal(found, gradient)
-        backward.forget(edge_of(leaf))
-    assert backward.pending == 0
+    found = gradients_of(function, x, y)
+    leaves = {name: one for name, one in sorted(found.items()) if one.is_leaf}
+    assert len(leaves) == 2
+    for one, gradient in zip(leaves.values(), expected, strict=True):
+        assert all(torch.equal(given, gradient) for given in (*one.low, *one.full))
+    assert len(found) > 3, "of values, too"
     assert x.grad is None
+    assert y.grad is None
 
 
 def test_a_tape_has_the_values_that_a_node_made_and_that_have_gradients() -> None:
     graph, tape, x = fx.Graph(), Tape(), torch.ones(2, requires_grad=True)
     several, passed_on, no_float = (graph.call_function(operator.getitem) for _ in range(3))
-    tape.start(several)
+    start = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     y = x * 3
-    tape.end(several, (y, y.detach(), y > 0))
-    for node, value in ((passed_on, y), (no_float, y > 0)):
-        tape.start(node)
-        tape.end(node, value)
-    assert tape.made == {several: [edge_of(y), None]}
+    tape.end(several, (y, y.detach(), y > 0), start)
+    start = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    for node, value in ((passed_on, y), (no_float, y > 0), (no_float, x)):
+        tape.end(node, value, start)
+    assert tape.made == {several: [get_gradient_edge(y), None]}
 
 
-def test_halfway_the_gradient_of_a_value_is_complete() -> None:
+def test_the_gradient_of_a_value_is_of_all_its_readers() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    y = x * 3
-    edge = edge_of(y)
-    z = (y * y + y).sum()
-    backward = Backward(z, torch.ones(()))
-    assert backward.gradient(edge) is None
-    backward.run_to(edge[0]._sequence_nr() + 1)
-    assert torch.equal(torch.as_tensor(backward.gradient(edge)), 2 * y.detach() + 1)
-    assert backward.gradient(edge_of(x)) is None
-    backward.run_to(0)
-    assert torch.equal(torch.as_tensor(backward.gradient(edge_of(x))), 3 * (2 * y.detach() + 1))
+
+    def twice_read(x: Tensor) -> Tensor:
+        y = x * 3
+        return y * y + y
+
+    found = gradients_of(twice_read, x)
+    assert torch.equal(found["mul"].low[0], 2 * 3 * x.detach() + 1)
+    assert [one.low[0].tolist() for one in found.values() if one.is_leaf] == [(3 * (2 * 3 * x.detach() + 1)).tolist()]
 
 
-def test_of_gradients_only_those_that_are_still_read_are_kept() -> None:
-    x = torch.ones(4, requires_grad=True)
-    y = x
-    for _ in range(50):
-        y = torch.tanh(y) + y
-    backward = Backward(y.sum(), torch.ones(()))
-    most, last = 0, edge_of(y)[0]._sequence_nr()
-    for mark in range(last + 1, last - 99, -1):
-        backward.run_to(mark)
-        most = max(most, backward.pending)
-    assert most <= 2
+def test_a_result_that_nothing_reads_leaves_the_others_gradients() -> None:
+    def half_read(x: Tensor) -> Tensor:
+        return torch.var_mean(x * 2)[0]
+
+    found = gradients_of(half_read, torch.tensor([1.0, 2.0], requires_grad=True))
+    assert [[len(one.low), len(one.full)] for one in found.values()] == [[1, 1]] * len(found)
+    assert "var_mean" in found
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_loss_keeps_its_own_parameters_without_gradients(learns: bool) -> None:
+    inputs, own = (torch.ones(2, requires_grad=learns),), torch.ones(2, requires_grad=True)
+    amp_model = convert(Function(lambda x: torch.tanh(x)), inputs)
+    run = run_side_by_side(None, amp_model, inputs, {}, gradients=True)
+    assert list(run.steps())
+    found: list[Gradients] = []
+    run_backwards(run, lambda output: (output.float() * own).sum(), 1.0, found.append)
+    assert bool(found) == learns
+    assert own.grad is None

@@ -12,6 +12,7 @@ from torch import nn
 import autocastfx
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.compare import TargetDistance
+from tests.helpers import Net
 
 
 def model() -> nn.Module:
@@ -64,35 +65,24 @@ def test_a_factor_is_its_own_error(of: str) -> None:
     plain = model().eval()
     judge = TargetDistance(plain, [X], loss if of == "output" else (lambda out, batch: out.sum()), of, None)
 
-    class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return plain(x) * 1.25
-
-    assert judge(Scaled(), torch.bfloat16) == pytest.approx(0.25, rel=1e-5)
+    assert judge(Net(lambda m, x: plain(x) * 1.25), torch.bfloat16) == pytest.approx(0.25, rel=1e-5)
 
 
 def test_the_error_of_several_batches_is_their_root_mean_square() -> None:
     plain = nn.Linear(8, 2)
     judge = TargetDistance(plain, [X, X[:16], X[:8], X[:4]], None, "output", None)
 
-    class Off(nn.Module):
-        """By a quarter in one of four batches."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return plain(x) * (1.25 if len(x) == 32 else 1.0)
-
-    assert judge(Off(), torch.bfloat16) == pytest.approx(0.125, rel=1e-5)
+    # By a quarter in one of four batches
+    assert judge(Net(lambda m, x: plain(x) * (1.25 if len(x) == 32 else 1.0)), torch.bfloat16) == pytest.approx(
+        0.125, rel=1e-5
+    )
 
 
 def test_an_overflow_is_an_infinite_error() -> None:
     plain = nn.Linear(8, 2)
     judge = TargetDistance(plain, [X], None, "output", None)
 
-    class Large(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (plain(x) * 1e30).half()
-
-    assert judge(Large(), torch.float16) == float("inf")
+    assert judge(Net(lambda m, x: (plain(x) * 1e30).half()), torch.float16) == float("inf")
 
 
 def test_a_target_of_zero_is_refused() -> None:

@@ -19,6 +19,7 @@ from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Budget
 from autocastfx.numerics.tune import Tuned
 from autocastfx.plan.plan import Precision
+from tests.helpers import Net
 
 
 def bert() -> nn.Module:
@@ -147,15 +148,13 @@ def test_a_persons_rules_stay() -> None:
     assert any(n.placement.run is Precision.LOW for n in found.plan.nodes)
 
 
-class Cancelling(nn.Module):
+def cancelling() -> nn.Module:
     """Adds 1000 and takes it away again: digits that 16 bits do not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(torch.tanh(self.first(x)) + 1000 - 1000))
+    return Net(
+        lambda m, x: m.last(torch.relu(torch.tanh(m.first(x)) + 1000 - 1000)),
+        first=nn.Linear(64, 64),
+        last=nn.Linear(64, 4),
+    )
 
 
 def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +172,7 @@ OPTIONS: dict[str, Any] = {
 
 def test_a_planted_fault_is_found_and_made_float32() -> None:
     batches = [rows(seed) for seed in range(3)]
-    found = autocastfx.tune(Cancelling(), batches, budget=Budget(error=0.05), **OPTIONS)
+    found = autocastfx.tune(cancelling(), batches, budget=Budget(error=0.05), **OPTIONS)
     assert found.start.measured is not None
     assert found.start.measured > 0.3
     runs = {n.op: n.placement.run for n in found.plan.nodes}
@@ -183,7 +182,7 @@ def test_a_planted_fault_is_found_and_made_float32() -> None:
 
 def test_a_budget_far_below_a_start_of_large_error_is_reached() -> None:
     batches = [rows(seed) for seed in range(3)]
-    found = autocastfx.tune(Cancelling(), batches, budget=Budget(error=1e-4), **OPTIONS)
+    found = autocastfx.tune(cancelling(), batches, budget=Budget(error=1e-4), **OPTIONS)
     assert found.start.measured is not None
     assert found.start.measured > 0.3
     assert found.point.error <= 1e-4
@@ -337,20 +336,20 @@ def test_a_budget_is_one_number_above_0(given: dict[str, float]) -> None:
         Budget(**given)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def residual() -> nn.Module:
+    return Net(
+        lambda m, x: x + m.down(F.gelu(m.up(m.norm(x)))),
+        norm=nn.LayerNorm(32),
+        up=nn.Linear(32, 64),
+        down=nn.Linear(64, 32),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("budget", [Budget(bytes=1.0), Budget(error=1e-4)], ids=str)
 def test_a_16_bit_model_is_tuned_by_its_float32_copy(dtype: torch.dtype, budget: Budget) -> None:
     torch.manual_seed(0)
-    layers = (nn.Linear(16, 32), Residual(), Residual(), nn.LayerNorm(32), nn.Linear(32, 4))
+    layers = (nn.Linear(16, 32), residual(), residual(), nn.LayerNorm(32), nn.Linear(32, 4))
     low_model = nn.Sequential(*layers).to(dtype).eval()
     wide = copy.deepcopy(low_model).float()
     x = torch.randn(5, 256, 16).to(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from tests.decided import decided
 from tests.helpers import relative_error
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 STEPS, WIDTH, FAR = 3, 8, 20.3  # beside which 16 bits do not see a step
 X = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -43,16 +44,6 @@ class Counter(nn.Module):
         return cell - begin
 
 
-def behaviour(model: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    output = run(X)
-    output.float().square().mean().backward()
-    return {
-        "output": output.detach().float(),
-        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
-
-
 @pytest.mark.parametrize(
     ("cell", "dtype", "way"),
     [
@@ -64,17 +55,12 @@ def behaviour(model: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]
 )
 def test_a_state_that_adds_up_is_as_exact_as_under_torch_autocast(cell: Any, dtype: torch.dtype, way: str) -> None:
     model = Counter(cell)
-    exact = behaviour(model, model)
-    with torch.autocast("cpu", dtype):
-        autocast = behaviour(model, model)
-    if way == "convert":
-        ours = behaviour(model, autocastfx.convert(model, (X,), dtype=dtype, check=False))
-    else:
-        enabled = copy.deepcopy(model)
-        ours = behaviour(enabled, autocastfx.enable(enabled, dtype=dtype))
-    for name, value in exact.items():
-        bound = 1.2 * relative_error(autocast[name], value) + torch.finfo(dtype).eps
-        assert relative_error(ours[name], value) <= bound, name
+    ours = (
+        autocastfx.convert(model, (X,), dtype=dtype, check=False)
+        if way == "convert"
+        else autocastfx.enable(copy.deepcopy(model), dtype=dtype)
+    )
+    assert_as_near_as_autocast(trained_on(X), model, ours, dtype)
 
 
 def test_a_state_that_begins_in_16_bits_is_float32_from_there_on() -> None:
@@ -111,7 +97,7 @@ def test_the_formula_is_that_of_the_cell(cell: Any, bias: bool) -> None:
 
 
 def test_where_products_are_float32_a_cell_stays_whole() -> None:
-    plan = autocastfx.convert(Once(nn.LSTMCell(WIDTH, WIDTH)), (X,), dtype="bfloat16", op_list="float32").plan
+    plan = decided(Once(nn.LSTMCell(WIDTH, WIDTH)), X, dtype="bfloat16", op_list="float32").plan
     assert (plan["lstm_cell"].op, plan["lstm_cell"].dtype) == ("lstm_cell", "float32,float32")
 
 
@@ -119,15 +105,13 @@ def test_where_products_are_float32_a_cell_stays_whole() -> None:
 def test_a_persons_rule_for_the_cell_keeps_it_whole(category: str) -> None:
     mine = autocastfx.OpList.of({category: ["gru_cell"]}, name="mine")
     model = Once(nn.GRUCell(WIDTH, WIDTH))
-    plan = autocastfx.convert(model, (X,), dtype="bfloat16", op_list=["default", mine]).plan
+    plan = decided(model, X, dtype="bfloat16", op_list=["default", mine]).plan
     assert plan["gru_cell"].dtype == {"allow": "bfloat16", "deny": "float32"}[category]
 
 
 def test_a_gru_layer_of_many_steps_is_float32_where_its_kernel_rounds_the_state() -> None:
     dtypes = {
-        (device, steps): autocastfx.convert(
-            nn.GRU(WIDTH, WIDTH), (torch.rand(steps, 4, WIDTH),), dtype="bfloat16", device=device, check=False
-        )
+        (device, steps): decided(nn.GRU(WIDTH, WIDTH), torch.rand(steps, 4, WIDTH), dtype="bfloat16", device=device)
         .plan["gru"]
         .dtype
         for device in ("cpu", "cuda")

@@ -13,7 +13,8 @@ from torch.nn import functional
 import autocastfx
 from autocastfx.errors import BannedOpError
 from autocastfx.plan.plan import Recomposed
-from tests.helpers import Function, rewritten, saved_bytes, text
+from tests.decided import decided, rewritten
+from tests.helpers import Function, saved_bytes, text
 
 LOW = torch.bfloat16
 X, W, TARGET = torch.randn(2, 4, 8), torch.randn(8, 8), torch.randint(0, 8, (2, 4))
@@ -73,10 +74,10 @@ def ran(model: nn.Module) -> list[Tensor]:
 
 
 def test_it_is_recorded_chosen_and_done_once() -> None:
-    amp_model = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, recompose=["loss_cast"])
+    amp_model = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, recompose=["loss_cast"], check=False)
     assert amp_model.plan.recomposed == (Recomposed("loss_cast", "cross_entropy_loss", ("to",)),)
     assert "recomposed: loss_cast (1)" in autocastfx.dump(amp_model)
-    again = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, recompose=["softmax"])
+    again = decided(plain, X, W, TARGET, dtype=LOW, recompose=["softmax"])
     assert "to" in [node.op for node in again.plan.nodes]
 
 
@@ -134,7 +135,7 @@ def laid_out(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [shown, scaled, smoothed, written, written_first, laid_out])
 def test_a_cast_stays_that_something_else_needs(loss: Loss) -> None:
-    amp_model = autocastfx.convert(Function(loss), (X, W, TARGET), dtype=LOW)
+    amp_model = decided(loss, X, W, TARGET, dtype=LOW)
     assert "to" in [node.op for node in amp_model.plan.nodes]
     assert amp_model.plan.recomposed == ()
 
@@ -159,7 +160,7 @@ def test_a_cast_stays_that_more_than_views_read(name: str) -> None:
     def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(OTHERS[name]((x @ w).float()), target.view(-1))
 
-    amp_model = autocastfx.convert(Function(loss), (X, W, TARGET), dtype=LOW)
+    amp_model = decided(loss, X, W, TARGET, dtype=LOW)
     assert "to" in [node.op for node in amp_model.plan.nodes]
     assert amp_model.plan.recomposed == ()
 
@@ -167,7 +168,7 @@ def test_a_cast_stays_that_more_than_views_read(name: str) -> None:
 def test_it_stays_where_the_list_lets_the_loss_run_low() -> None:
     """There the cast is what keeps it float32."""
     listed = autocastfx.load_op_list("bfloat16") | autocastfx.OpList.of({"infer": ["cross_entropy_loss"]})
-    amp_model = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=listed)
+    amp_model = decided(plain, X, W, TARGET, dtype=LOW, op_list=listed)
     assert amp_model.plan["cross_entropy_loss"].dtype == "float32"
     assert amp_model.plan.recomposed == ()
 
@@ -176,6 +177,6 @@ def test_it_stays_where_the_list_keeps_casts_and_is_refused_where_it_bans_them()
     kept, banned = (
         autocastfx.load_op_list("bfloat16") | autocastfx.OpList.of({category: ["to"]}) for category in ("keep", "ban")
     )
-    assert autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=kept).plan.recomposed == ()
+    assert decided(plain, X, W, TARGET, dtype=LOW, op_list=kept).plan.recomposed == ()
     with pytest.raises(BannedOpError):
         autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=banned)

@@ -18,7 +18,8 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, dtypes, origin, set_origin, set_value
 from autocastfx.passes.insert_casts import store_low
 from autocastfx.runtime.operators.casts import saturating_cast
-from tests.helpers import Function, examples, listing, relative_error, rewritten, text, unchecked
+from tests.decided import decided, rewritten
+from tests.helpers import Function, examples, listing, relative_error, text, unchecked
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -29,7 +30,7 @@ def test_one_cast_serves_all_readers_and_stands_after_the_producer() -> None:
         return (y @ x) + (y @ x.t()) + (y.t() @ y)
 
     x = torch.rand(8, 8)
-    lines = listing(autocastfx.convert(Function(fan), (x,), dtype=torch.bfloat16).graph).splitlines()
+    lines = listing(decided(fan, x, dtype=torch.bfloat16).graph).splitlines()
     assert sum("= to(exp)" in line for line in lines) == 1
     position = next(i for i, line in enumerate(lines) if "= to(exp)" in line)
     assert lines[position - 1] == "  exp: f32 = exp(args_0)"
@@ -37,7 +38,7 @@ def test_one_cast_serves_all_readers_and_stands_after_the_producer() -> None:
 
 def test_a_parameter_is_cast_where_it_is_first_read() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    names = [n.name for n in autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16).graph.nodes]
+    names = [n.name for n in decided(model, torch.rand(2, 8), dtype=torch.bfloat16).graph.nodes]
     assert (
         names.index("linear") < names.index("_1_weight") < names.index("_1_weight_bfloat16") < names.index("linear_1")
     )
@@ -121,18 +122,16 @@ def biased(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 def test_a_number_that_only_hides_scores_is_written_as_one_that_16_bits_hold() -> None:
     x, keep = torch.rand(1, 8, 8), torch.ones(1, 8, 8, dtype=torch.bool)
-    amp_model = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
     assert listing(amp_model.graph) == text(MASKED)
     captured = amp_model.variants[0].captured.graph
     assert [fill_of(graph) for graph in (captured, amp_model.graph)] == [
         torch.finfo(torch.float32).min,
         -torch.finfo(torch.bfloat16).max / 2,
     ]
-    again = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16)
+    again = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
     assert again.code == amp_model.code
-    positive = autocastfx.convert(
-        Function(lambda x, keep: (x @ x).masked_fill(keep, 3e38).softmax(-1)), (x, keep), dtype=torch.bfloat16
-    )
+    positive = decided(lambda x, keep: (x @ x).masked_fill(keep, 3e38).softmax(-1), x, keep, dtype=torch.bfloat16)
     assert fill_of(positive.graph) == torch.finfo(torch.bfloat16).max / 2
 
 
@@ -198,7 +197,7 @@ def test_random_graphs(steps: list[tuple[str, int, int]]) -> None:
     casts = Counter((c.value, c.dtype) for c in plan.casts if c.value not in storages)
     assert all(count == 1 for count in casts.values())
 
-    again = autocastfx.convert(Function(function), inputs, dtype=torch.float16)
+    again = autocastfx.convert(Function(function), inputs, dtype=torch.float16, check=False)
     assert again.code == amp_model.code
     assert again.plan == plan
 
@@ -252,7 +251,7 @@ def test_a_parameter_that_is_added_is_no_mask() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ self.weight + self.position + self.mask).softmax(-1) @ self.weight
 
-    graph = autocastfx.convert(Model(), (torch.ones(2, 8),), dtype=torch.bfloat16, fold="kernel").graph
+    graph = decided(Model(), torch.ones(2, 8), dtype=torch.bfloat16, fold="kernel").graph
     assert {n.all_input_nodes[0].name for n in graph.nodes if origin(n) is not None} >= {"position", "mask"}
     assert {n.all_input_nodes[0].name for n in graph.nodes if n.target is saturating_cast} == {"mask"}
 

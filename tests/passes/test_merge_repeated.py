@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.plan.plan import Recomposed
-from tests.helpers import Function, op_list, rewritten, text
+from tests.decided import decided, rewritten
+from tests.helpers import Function, op_list, text
 
 LOW = torch.bfloat16
 X, W = (torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
@@ -58,7 +59,7 @@ def test_the_graph_before_and_after() -> None:
           add_1: f32 = add(matmul_1, where)
           return add_1
     """)
-    plan = autocastfx.convert(Function(twice), (X, W, SEEN), dtype=LOW).plan
+    plan = decided(twice, X, W, SEEN, dtype=LOW).plan
     assert plan.recomposed == (Recomposed("repeated", "exp", ("exp_1",)), Recomposed("repeated", "where", ("where_1",)))
     assert autocastfx.Plan.from_json(plan.to_json()) == plan
 
@@ -291,7 +292,7 @@ def test_what_was_recomposed_twice_is_one() -> None:
     def gelus(x: Tensor) -> Tensor:
         return (x * torch.sigmoid(x)) @ (x * torch.sigmoid(x))
 
-    plan = autocastfx.convert(Function(gelus), (X,), dtype=LOW).plan
+    plan = decided(gelus, X, dtype=LOW).plan
     assert [(one.pattern, one.node) for one in plan.recomposed] == [
         ("silu", "mul_silu"),
         ("silu", "mul_silu"),

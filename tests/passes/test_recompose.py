@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 from transformers import activations
 
 import autocastfx
-from autocastfx.graph.node import copy_graph
 from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import _is_wide, recompose
 from autocastfx.plan.plan import Plan, Recomposed
-from tests.helpers import Function, op_list, relative_error, rewritten, text
+from tests.decided import decided, rewritten, traced
+from tests.helpers import Function, op_list, relative_error, text
 
 SCALE = math.sqrt(2 / math.pi)
 EPS = torch.finfo(torch.float32).eps
@@ -68,9 +68,7 @@ WRITTEN |= {
 
 def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
     """A copy of the graph of ``function`` as captured."""
-    variant = autocastfx.convert(Function(function), inputs, recompose=False, dtype="float16").variants[0]
-    assert variant.captured is not None
-    return copy_graph(variant.captured.graph)
+    return traced(function, *inputs)
 
 
 def done(graph: fx.Graph) -> tuple[Recomposed, ...]:
@@ -321,7 +319,7 @@ def test_the_plan_says_what_was_recomposed_in_sub_graphs_too(frozen: autocastfx.
 def test_the_dump_counts_what_was_recomposed(frozen: autocastfx.AmpModule) -> None:
     assert "\nrecomposed: tanh_gelu (2)\n" in autocastfx.dump(frozen)
     assert "\n# recomposed: tanh_gelu (2)\n" in autocastfx.dump(frozen, format="python")
-    as_written = autocastfx.convert(Frozen(), (torch.randn(2, 8),), recompose=False, dtype="float16")
+    as_written = autocastfx.convert(Frozen(), (torch.randn(2, 8),), recompose=False, dtype="float16", check=False)
     assert "recomposed" not in autocastfx.dump(as_written)
 
 
@@ -342,12 +340,12 @@ def test_the_operator_stands_for_its_modules_and_its_line(frozen: autocastfx.Amp
 
 @pytest.mark.parametrize("recompose", [False, ()])
 def test_it_can_be_switched_off(recompose: Any) -> None:
-    plan = autocastfx.convert(MLP(), (torch.randn(2, 8),), recompose=recompose, dtype="float16").plan
+    plan = decided(MLP(), torch.randn(2, 8), recompose=recompose, dtype="float16").plan
     assert (plan.recomposed, plan.by_op()["tanh", "float32"]) == ((), 1)
 
 
 def test_it_can_be_asked_for_by_name() -> None:
-    plan = autocastfx.convert(MLP(), (torch.randn(2, 8),), recompose=["tanh_gelu"], dtype="float16").plan
+    plan = decided(MLP(), torch.randn(2, 8), recompose=["tanh_gelu"], dtype="float16").plan
     assert len(plan.recomposed) == 1
     with pytest.raises(ValueError, match="there is no pattern 'gelu'; the patterns are tanh_gelu, "):
         autocastfx.convert(MLP(), (torch.randn(2, 8),), recompose=["gelu"], dtype="float16")
@@ -355,7 +353,7 @@ def test_it_can_be_asked_for_by_name() -> None:
 
 @pytest.mark.parametrize("preset", ["torch_autocast_cpu", "torch_autocast_cuda"])
 def test_a_list_that_follows_autocast_recomposes_nothing(preset: str) -> None:
-    plan = autocastfx.convert(MLP(), (torch.randn(2, 8),), op_list=preset, dtype="float16").plan
+    plan = decided(MLP(), torch.randn(2, 8), op_list=preset, dtype="float16").plan
     assert plan.recomposed == ()
     assert any(node.op == "tanh" for node in plan.nodes)
 
@@ -372,7 +370,11 @@ def test_rules_for_modules_and_bans_are_kept(tmp_path: Path) -> None:
 
     def recomposed(rules: str) -> int:
         lists = ["default", op_list(tmp_path, rules)]
-        return len(autocastfx.convert(Parts(), (torch.randn(2, 4),), op_list=lists, dtype="float16").plan.recomposed)
+        return len(
+            autocastfx.convert(
+                Parts(), (torch.randn(2, 4),), op_list=lists, dtype="float16", check=False
+            ).plan.recomposed
+        )
 
     assert recomposed("deny: [tanh]") == 1
     assert recomposed("deny: [torch.nn.Tanh]") == 0
@@ -403,9 +405,8 @@ def test_a_rule_for_the_operator_decides_what_is_recomposed(tmp_path: Path) -> N
     path = tmp_path / "own.yaml"
     path.write_text("deny: [gelu]\n")
     model = Function(lambda x: new_gelu(x))
-    amp_model = autocastfx.convert(
-        model, (torch.randn(2, 4),), op_list=["default", path], dtype="float16"
-    )  # and warns of nothing
+    lists = ["default", path]
+    amp_model = autocastfx.convert(model, torch.randn(2, 4), op_list=lists, dtype="float16", check=False)  # warns not
     (gelu,) = [n for n in amp_model.plan.nodes if n.op == "gelu"]
     assert str(gelu.decision.source) == f"{path}:1:8"
 

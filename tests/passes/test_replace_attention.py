@@ -16,7 +16,8 @@ import autocastfx
 from autocastfx.errors import BannedOpError
 from autocastfx.plan.plan import Recomposed
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
-from tests.helpers import Function, op_list, relative_error, rewritten, saved_bytes, text, unchecked
+from tests.decided import rewritten
+from tests.helpers import Function, op_list, relative_error, saved_bytes, text, unchecked
 
 LOW = torch.bfloat16
 EPS = torch.finfo(LOW).eps

@@ -16,13 +16,13 @@ from autocastfx import OpList
 from autocastfx.errors import OpListError, UnmatchedRuleWarning
 from autocastfx.plan.plan import Plan, PlannedSaved
 from autocastfx.policy.saved import Keep
+from tests.decided import decided
 from tests.helpers import Function
 from tests.runtime.test_saved import Layers
 
 
 def plan_of(model: nn.Module, *inputs: Tensor, saved: Any = "recompute", **options: Any) -> Plan:
-    given = {"dtype": torch.bfloat16, "check": False, **options}
-    return autocastfx.convert(model.train(), inputs, saved=saved, **given).plan
+    return decided(model.train(), *inputs, saved=saved, **{"dtype": torch.bfloat16, **options}).plan
 
 
 def parts(plan: Plan) -> dict[str, PlannedSaved]:
@@ -144,7 +144,7 @@ def test_a_plan_with_it_reads_back_and_is_told(tmp_path: Any) -> None:
     plan = amp_model.plan
     assert Plan.from_json(plan.to_json()) == Plan.from_json(Plan.from_json(plan.to_json()).to_json())
     assert Plan.from_json(plan.to_json()).saved == plan.saved
-    assert '"saved"' not in autocastfx.convert(Mlp(), (X,), dtype="bfloat16", check=False).plan.to_json()
+    assert '"saved"' not in decided(Mlp(), X, dtype="bfloat16").plan.to_json()
     assert "kept for backward: " in autocastfx.dump(amp_model)
     assert "for backward: recomputed by gelu, 0 instead of 65,536 bytes" in autocastfx.explain(amp_model, "gelu")
     page = autocastfx.dump(amp_model, format="html")
@@ -176,10 +176,11 @@ def test_a_wrong_word_is_one_error() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_told() -> None:
+    rules = [{"keep": "recompute"}, {"keep": "float8", "ops": ["softmax"]}]
     with pytest.warns(UnmatchedRuleWarning, match="no node of the model is 'softmax'"):
-        plan_of(Mlp(), X, saved=[{"keep": "recompute"}, {"keep": "float8", "ops": ["softmax"]}])
+        autocastfx.convert(Mlp(), X, dtype="bfloat16", saved=rules, check=False)
     with pytest.warns(UnmatchedRuleWarning, match="nothing is kept otherwise"):
-        plan_of(Mlp(8), X[:2, :8], saved="recompute")
+        autocastfx.convert(Mlp(8), X[:2, :8], dtype="bfloat16", saved="recompute", check=False)
 
 
 def test_lists_merge_and_write_back() -> None:

@@ -14,8 +14,10 @@ import autocastfx
 from autocastfx.errors import VerifyError
 from autocastfx.graph.node import Origin, origin, set_origin
 from autocastfx.passes import pipeline, verify
+from autocastfx.passes.pipeline import ConvertedGraph
 from autocastfx.passes.state import State
 from autocastfx.plan.plan import Cause, Placement, Precision, Why
+from tests.decided import decided
 from tests.helpers import TORCH, Function
 
 
@@ -42,8 +44,8 @@ def casts(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if origin(n) is not None and n.target is torch.ops.aten.to.dtype]
 
 
-def convert() -> autocastfx.AmpModule:
-    return autocastfx.convert(Function(attend), (torch.rand(8, 8),), dtype=torch.bfloat16)
+def convert() -> ConvertedGraph:
+    return decided(attend, torch.rand(8, 8), dtype=torch.bfloat16)
 
 
 def test_an_undamaged_graph_passes() -> None:

@@ -19,6 +19,7 @@ from autocastfx.passes import pipeline
 from autocastfx.passes.casts import CastStyle, insert_casts
 from autocastfx.passes.widen import WidenedDtypes
 from autocastfx.plan.plan import Cause, Placement, Precision, Why
+from tests.decided import decided
 from tests.helpers import heard, listing, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # the rules of all functions
@@ -276,7 +277,7 @@ def test_bits_are_reinterpreted_as_captured(dtype: torch.dtype) -> None:
 
 def test_the_square_of_a_value_has_the_rule_of_square() -> None:
     model = Weighted(lambda w, x: (x @ w) * (x @ w) + x * x).bfloat16()
-    amp_model = autocastfx.convert(model, (X.bfloat16(),))
+    amp_model = decided(model, X.bfloat16())
     assert amp_model.plan["mul_1"].placement.run is Precision.FLOAT32
     assert amp_model.plan["mul"].placement.run is Precision.LOW
 

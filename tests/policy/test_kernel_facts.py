@@ -22,6 +22,7 @@ from autocastfx.policy.yaml_tree import is_known
 from autocastfx.runtime.operators.norms import layer_norm, rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
+from tests.decided import decided
 from tests.helpers import TORCH, Function, is_pinned_torch, relative_error, with_pinned_torch
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -333,7 +334,7 @@ def test_a_group_norm_without_parameters_does_not_fold() -> None:
     inputs = torch.rand(2, 4, 8, 8), torch.rand(4)
     for fold in ("exact", "kernel"):
         for given, dtype in ((inputs[:1], "float32"), (inputs, "bfloat16")):
-            amp_model = autocastfx.convert(Function(normed), given, dtype=torch.bfloat16, fold=fold)
+            amp_model = decided(normed, *given, dtype=torch.bfloat16, fold=fold)
             assert amp_model.plan["group_norm"].dtype == dtype
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.report.packed import OWN
 from autocastfx.runtime.amp_module import AmpModule
 from tests.golden.models import EncoderLayer
 
@@ -47,3 +50,25 @@ def encoder_layer_with_symbols() -> autocastfx.AmpModule:
     """The case of this name, for batches of two and of three."""
     calls = [(torch.randn(n, 9, 16), torch.zeros(n, 1, 9, 9)) for n in (2, 3)]
     return with_symbols(EncoderLayer(), *calls, dtype="float16")
+
+
+def filled(value: Any, node: Mapping[str, Any]) -> Any:
+    if isinstance(value, str):
+        for key, sign in OWN.items():
+            value = value.replace(sign, str(node.get(key, "")))
+        return value
+    if isinstance(value, list):
+        return [filled(one, node) for one in value]
+    return {k: filled(v, node) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def unpacked(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """As ``packed.js`` does."""
+    nodes: list[dict[str, Any]] = [{} for _ in range(data["count"])]
+    for own in (True, False):
+        for key, column in data["columns"].items():
+            for node, number in zip(nodes, column["at"].split(" "), strict=True) if (key in OWN) is own else ():
+                if number:
+                    value = column["of"][int(number)]
+                    node[key] = value if own else filled(value, node)
+    return nodes

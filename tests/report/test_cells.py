@@ -11,6 +11,7 @@ import torch
 import autocastfx
 from autocastfx.graph.cell import preformatted, table
 from autocastfx.report.explain import Explanation
+from tests.decided import decided
 from tests.golden.models import converted
 
 EVIL = "<script>alert('x')</script>"
@@ -49,7 +50,7 @@ def test_nothing_of_a_text_is_markup() -> None:
 def test_the_difference_of_plans() -> None:
     amp_model = converted("cnn")
     other = autocastfx.OpList.of({"deny": ["conv2d"]}, name=EVIL)
-    again = autocastfx.convert(amp_model._original.model, torch.randn(2, 3, 8, 8), op_list=["default", other])  # pyright: ignore[reportArgumentType]
+    again = decided(amp_model._original.model, torch.randn(2, 3, 8, 8), op_list=["default", other])  # pyright: ignore[reportArgumentType]
     difference = autocastfx.diff(amp_model.plan, again.plan)
     assert difference
     text = shown(difference)

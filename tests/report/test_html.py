@@ -20,7 +20,7 @@ import autocastfx
 from autocastfx.report.html import SCRIPTS, asset
 from tests.golden.models import CASES, INPUTS, converted
 from tests.golden.readme import run
-from tests.report.shown import in_both_modes
+from tests.report.shown import in_both_modes, unpacked
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HOSTILE = "</script><script>window.stolen = 1</script><!-- & \"'"
@@ -63,7 +63,8 @@ def page(amp_model: autocastfx.AmpModule, **options: Any) -> str:
 
 
 def data(text: str) -> dict[str, Any]:
-    return json.loads(Parsed(text).texts["script"][0])
+    read = json.loads(Parsed(text).texts["script"][0])
+    return {**read, "variants": [{**one, "nodes": unpacked(one["nodes"])} for one in read["variants"]]}
 
 
 def hostile() -> autocastfx.AmpModule:

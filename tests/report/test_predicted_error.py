@@ -115,7 +115,7 @@ def test_the_summary_adds_up_the_effects_of_a_module() -> None:
     unpickled = pickle.loads(pickle.dumps(amp_model))
     unpickled(X)
     assert autocastfx.dump(unpickled, summary=True).endswith(table)
-    plain = autocastfx.convert(layers, (X,), dtype="bfloat16")
+    plain = autocastfx.convert(layers, (X,), dtype="bfloat16", check=False)
     assert "error" not in autocastfx.dump(plain, summary=True)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autocastfx
 from autocastfx.errors import ClippedValuesWarning
 from autocastfx.runtime.quick_graph import count_clipped
+from tests.helpers import Net
 
 LARGE = torch.full((4, 8), 1000.0).index_put((torch.tensor([1, 2]), torch.tensor([3, 4])), torch.tensor([7e4, -9e5]))
 FITTING = LARGE.clamp(-65_504, 65_504)
@@ -49,12 +50,10 @@ def test_infinities_and_nan_are_kept_and_not_counted() -> None:
 
 
 def test_a_mask_is_clipped_without_a_word() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return (x @ x.mT + mask).softmax(-1) @ x
-
     x, mask = torch.rand(4, 8), torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
-    amp_model = autocastfx.convert(Attention(), (x, mask), dtype="float16", fold="kernel")
+    amp_model = autocastfx.convert(
+        Net(lambda m, x, mask: (x @ x.mT + mask).softmax(-1) @ x), (x, mask), dtype="float16", fold="kernel"
+    )
     assert amp_model(x, mask).isfinite().all()
 
 

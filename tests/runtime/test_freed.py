@@ -11,20 +11,16 @@ import torch
 from torch import nn
 
 import autocastfx
+from tests.helpers import Net
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) * x.shape[0]
+def net() -> nn.Module:
+    return Net(lambda m, x: m.first(x) * x.shape[0], first=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("options", [{}, {"check": True}, {"weights": "cached"}, {"weights": "low"}], ids=str)
 def test_a_converted_model_is_freed_with_its_model(options: dict[str, Any]) -> None:
-    model = Net()
+    model = net()
     amp_model = autocastfx.convert(model, (torch.randn(2, 4),), dtype="bfloat16", **options)
     with torch.no_grad():
         amp_model(torch.randn(2, 4)), amp_model(torch.randn(3, 4))
@@ -35,7 +31,7 @@ def test_a_converted_model_is_freed_with_its_model(options: dict[str, Any]) -> N
 
 
 def test_an_enabled_model_is_freed() -> None:
-    model = Net()
+    model = net()
     autocastfx.enable(model, dtype="bfloat16")
     model(torch.randn(2, 4)), model(torch.randn(3, 4))
     left = [weakref.ref(one) for one in (model, model.first.weight)]

@@ -880,14 +880,7 @@ def test_every_read_of_a_copy_is_marked_and_a_second_run_changes_nothing() -> No
 # -- distributed ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _group(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_data_parallel_training_is_that_with_casts_to_the_bit(options: dict[str, Any]) -> None:
     models = [DistributedDataParallel(m, **options) for m in pair()]
@@ -901,7 +894,7 @@ def test_data_parallel_training_is_that_with_casts_to_the_bit(options: dict[str,
             optimizer.step()
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
 def test_sharded_it_is_refused(whole: bool) -> None:
     with warnings.catch_warnings():

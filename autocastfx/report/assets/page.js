@@ -1,7 +1,7 @@
 "use strict";
 /* The page's state, and what people do to it. */
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const data = Packed.read(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const graph = $("graph"), view = $("view"), { h } = Elements, port = Viewport.of(graph, view), map = Minimap.of($("map"), port), WIDE = 1100, MOST_DRAWN_TWICE = 80;
   const state = { variant: 0, model: null, open: new Set(), scene: null, selected: null, current: null, hasChosen: new Set() };

@@ -289,7 +289,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     computed = (one for one in converted if one.name not in copies and one.node.target is not quantized_copy)
     after = [(one, work_of(one.node)) for one in computed]
     products = {name: work.flops for name, work in before.items() if work.flops}
-    low = {name: flops for name, flops in products.items() if name in _low(plan)}
+    run_low = {n.name for n in plan.nodes if n.placement.run is Precision.LOW or plan.low in n.dtype.split(",")}
+    low = {name: flops for name, flops in products.items() if name in run_low}
     padded = tuple(one.node for one in plan.recomposed if one.pattern == ALIGNED_PRODUCT)
     return Lint(
         gpu=rates,
@@ -320,11 +321,6 @@ def _check(plan: Plan, gpu: Gpu) -> None:
             f"the tensor cores of {gpu.name} take {', '.join(gpu.dtypes)}, not {plan.low}: choose another GPU, or "
             f"convert with dtype=torch.{gpu.dtypes[0]}."
         )
-
-
-def _low(plan: Plan) -> frozenset[str]:
-    """Return the names of the nodes that run in 16 bits."""
-    return frozenset(n.name for n in plan.nodes if n.placement.run is Precision.LOW or plan.low in n.dtype.split(","))
 
 
 def _estimates(after: Iterable[tuple[Located, Work]], plan: Plan, gpu: Gpu) -> tuple[OpEstimate, ...]:

@@ -11,7 +11,6 @@ from tests.numerics.corpus.parts import rows
 __all__ = ["CASES"]
 
 WIDTH = 16
-YUV = [[0.299, 0.587, 0.114], [-0.169, -0.331, 0.5], [0.5, -0.419, -0.081]]
 
 
 class LinearOfTime(nn.Module):

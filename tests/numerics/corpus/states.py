@@ -178,7 +178,6 @@ class Usage(nn.Module):
 
 
 POINT = "state"
-SLOW = "buffers move by a hundredth of what they average or less"
 CASES = (
     Case("running-statistics", RunningMean, rows(WIDTH), POINT, Demand(5, 1.5), "encode 3, difference 1, division 1",
          ("update",), {"buffer mean": Demand(3, 0.01), "buffer spread": Demand(3, 0.02)}),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +18,9 @@ from autocastfx.graph.node import example, origin
 from autocastfx.passes.analysis.backward_adds import Readers, contributions
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from tests.decided import decided
 from tests.helpers import Function
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDTH = 32
@@ -127,20 +127,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _errors(model: nn.Module, ids: Tensor, low: torch.dtype, way: str) -> list[Tensor]:
-    model = copy.deepcopy(model)
-    run = autocastfx.convert(model, (ids,), dtype=low, check=False) if way == "convert" else model
-    with torch.autocast("cpu", low) if way == "autocast" else nullcontext():
-        out = run(ids)
-    (out.float() - 1).square().mean().backward()
-    return [out.detach().float(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
 def _assert_as_exact_as_autocast(model: nn.Module, ids: Tensor, low: torch.dtype) -> None:
-    exact, ours, theirs = (_errors(model, ids, low, way) for way in ("float32", "convert", "autocast"))
-    for wanted, got, usual in zip(exact, ours, theirs, strict=True):
-        far, allowed = ((each - wanted).norm() / wanted.norm() for each in (got, usual))
-        assert far <= 1.2 * allowed + torch.finfo(low).eps
+    step = trained_on(ids, loss=lambda out: (out.float() - 1).square().mean())
+    assert_as_near_as_autocast(step, model, autocastfx.convert(model, (ids,), dtype=low, check=False), low)
 
 
 @pytest.mark.slow
@@ -200,9 +189,9 @@ def test_further_casts_have_their_price() -> None:
     """The bytes of a plan count each."""
     inputs = torch.rand(8, 8), torch.rand(8, 8)
     plans = [
-        autocastfx.convert(
-            Function(many(20)),
-            inputs,
+        decided(
+            many(20),
+            *inputs,
             dtype="bfloat16",
             op_list=autocastfx.OpList.of({"extends": "bfloat16", "backward_depth": limit}),
         ).plan
@@ -218,9 +207,9 @@ def test_an_op_that_a_person_names_runs_as_he_says() -> None:
     x = torch.rand(32, 32)
     for rules, dtype, source in (({}, "float32", "base.yaml"), ({"clear": ["index_select"]}, "bfloat16", "OpList")):
         lists = autocastfx.OpList.of({"extends": "bfloat16", **rules})
-        node = autocastfx.convert(Function(picked), (x,), dtype="bfloat16", op_list=lists).plan["index_select"]
+        node = decided(picked, x, dtype="bfloat16", op_list=lists).plan["index_select"]
         assert (node.dtype, source in str(node.decision.source)) == (dtype, True)
-    text = autocastfx.explain(autocastfx.convert(Function(picked), (x,), dtype="bfloat16"), "index_select")
+    text = autocastfx.explain(autocastfx.convert(Function(picked), (x,), dtype="bfloat16", check=False), "index_select")
     assert "its kernel sums up to 40 gradients in bfloat16, more than backward_depth 16" in " ".join(str(text).split())
 
 
@@ -240,5 +229,5 @@ def test_equal_products_are_merged_only_as_long_as_16_bits_add_their_gradients_u
     def repeated(x: Tensor) -> Tensor:
         return sum((torch.tanh(x @ x.mT) for _ in range(40)), torch.zeros(()))
 
-    amp_model = autocastfx.convert(Function(repeated), (torch.rand(8, 8),), dtype="bfloat16")
+    amp_model = decided(repeated, torch.rand(8, 8), dtype="bfloat16")
     assert len([n for n in amp_model.graph.nodes if op_name(n) == "matmul"]) == 3

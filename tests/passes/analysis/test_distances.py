@@ -15,6 +15,7 @@ from autocastfx.passes.analysis.exact_numbers import distance_products
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
+from tests.decided import traced
 from tests.helpers import Function, relative_error
 
 A, B = torch.rand(9, 8) + 10, torch.rand(7, 8) + 10
@@ -22,9 +23,7 @@ Form = Callable[[Tensor, Tensor], Any]
 
 
 def found(function: Form) -> dict[str, str]:
-    captured = autocastfx.convert(Function(function), (A, B), dtype="float16").variants[0].captured
-    assert captured is not None
-    graph, rules = captured.graph, load_op_list("bfloat16")
+    graph, rules = traced(function, A, B), load_op_list("bfloat16")
     allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in graph.nodes}
     products = distance_products(graph, allowed, rules, load_kernel_facts())
     return {product.name: square.name for product, square in products.items()}

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 import autocastfx
 from autocastfx.plan.plan import Precision
-from tests.helpers import Function, relative_error, rewritten, text
+from tests.decided import rewritten
+from tests.helpers import Function, relative_error, text
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -56,10 +57,8 @@ class Holds(nn.Module):
 
 def test_a_norm_folds_and_reads_its_parameters_in_float32() -> None:
     shown = rewritten(Holds(), X, dtype=torch.bfloat16, fold="kernel")
-    assert "layer_norm: bf16 = layer_norm(matmul, function_w, function_b)" in shown
-    assert "layer_norm: f32 = layer_norm(matmul_float32, function_w, function_b)" in rewritten(
-        Holds(), X, dtype=torch.bfloat16
-    )
+    assert "layer_norm: bf16 = layer_norm(matmul, w, b)" in shown
+    assert "layer_norm: f32 = layer_norm(matmul_float32, w, b)" in rewritten(Holds(), X, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("weights", ["cast", "cached", "low"])

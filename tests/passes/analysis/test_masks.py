@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import autocastfx
 from autocastfx.passes.analysis.value_ranges import fills, largest_mask
-from tests.helpers import Function
+from tests.decided import traced
 
 LEAST = torch.finfo(torch.float32).min
 Form = Callable[[Tensor, Tensor], Any]
@@ -22,7 +21,7 @@ Form = Callable[[Tensor, Tensor], Any]
 def found(function: Form, low: torch.dtype = torch.float16) -> dict[str, tuple[str, float]]:
     """The fills of ``function`` of scores and of what is to be kept: by node, the argument and the number."""
     inputs = torch.rand(2, 4, 4), torch.ones(2, 4, 4, dtype=torch.bool)
-    graph = autocastfx.convert(Function(function), inputs, dtype="float16").variants[0].captured.graph
+    graph = traced(function, *inputs)
     return {node.name: (fill.argument, fill.number) for node, fill in fills(graph, largest_mask(low)).items()}
 
 

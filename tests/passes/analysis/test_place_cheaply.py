@@ -26,7 +26,8 @@ from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.rule import Category
-from tests.helpers import Function, examples, op_list, rewritten, text
+from tests.decided import decided, rewritten
+from tests.helpers import Function, examples, op_list, text
 from tests.passes.random_graphs import build, outputs, reordered, steps
 
 FACTS = load_kernel_facts()
@@ -300,7 +301,7 @@ def test_of_low_operands_that_float32_mixes_the_smallest_is_cast(rules: autocast
         return ((x @ x) + (v @ x)).exp()
 
     for function, smallest in ((mixed, "matmul_1"), (lambda x, v: ((v @ x) + (x @ x)).exp(), "matmul")):
-        plan = autocastfx.convert(Function(function), (x, x[0]), op_list=rules, dtype=torch.bfloat16).plan
+        plan = decided(function, x, x[0], op_list=rules, dtype=torch.bfloat16).plan
         assert plan["add"].placement.run is Precision.FLOAT32
         assert [c.value for c in plan.casts if c.dtype == "float32"] == [smallest]
 
@@ -326,7 +327,7 @@ def test_a_deny_with_a_float32_neighbour_does_not_fold(end, rules: autocastfx.Op
     def ends(x: torch.Tensor) -> torch.Tensor:
         return end(torch.nn.functional.softplus(x @ x), x)
 
-    plan = autocastfx.convert(Function(ends), (x,), op_list=rules, dtype=torch.bfloat16).plan
+    plan = decided(ends, x, op_list=rules, dtype=torch.bfloat16).plan
     assert plan["softplus"].dtype == "float32"
     assert str(plan["softplus"].placement.because) == "deny"
 
@@ -343,14 +344,14 @@ def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocast
             joined = torch.cat([self.token.view(1, 4), x @ x])
             return (joined + 1) @ x if self.training else (joined @ x).exp() + joined.exp()
 
-    plan = autocastfx.convert(Joined(), (x,), op_list=rules, dtype="float16").plan
+    plan = decided(Joined(), x, op_list=rules, dtype="float16").plan
     assert plan["view"].placement.run is Precision.FLOAT32
     assert plan["cat"].placement.run is Precision.FLOAT32
-    plan = autocastfx.convert(Joined(), (x,), op_list=rules, fold="kernel", dtype="float16").plan
+    plan = decided(Joined(), x, op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["view"].placement.run is Precision.FLOAT32
     assert plan["cat"].placement.run is Precision.LOW
     assert str(plan["cat"].placement.because) == "folded"
-    plan = autocastfx.convert(Joined().eval(), (x,), op_list=rules, fold="kernel", dtype="float16").plan
+    plan = decided(Joined().eval(), x, op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["cat"].placement.run is Precision.FLOAT32, "one of its readers is"
 
 
@@ -367,20 +368,15 @@ class Spread(torch.nn.Module):
 
 def test_a_bias_widens_nothing_that_products_alone_read(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     model = Spread()
-    assert autocastfx.convert(model, (x,), op_list=rules, dtype="float16").plan["add"].placement.run is Precision.LOW
-    assert (
-        autocastfx.convert(model, (x, x[0]), op_list=rules, dtype="float16").plan["add"].placement.run
-        is Precision.FLOAT32
-    )
+    assert decided(model, x, op_list=rules, dtype="float16").plan["add"].placement.run is Precision.LOW
+    assert decided(model, x, x[0], op_list=rules, dtype="float16").plan["add"].placement.run is Precision.FLOAT32
     model.bias = torch.nn.Parameter(torch.rand(4, 4))  # as large as the sum: a value
-    assert (
-        autocastfx.convert(model, (x,), op_list=rules, dtype="float16").plan["add"].placement.run is Precision.FLOAT32
-    )
+    assert decided(model, x, op_list=rules, dtype="float16").plan["add"].placement.run is Precision.FLOAT32
 
 
 def test_what_is_computed_is_not_joined_in_16_bits(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     joined = Function(lambda x: torch.cat([x.sinh(), x @ x]) @ x)
-    plan = autocastfx.convert(joined, (x,), op_list=rules, fold="kernel", dtype="float16").plan
+    plan = decided(joined, x, op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["cat"].placement.run is Precision.FLOAT32
 
 
@@ -389,7 +385,7 @@ def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
         low = (x.tanh() @ x).tanh()
         return torch.maximum(low @ x, x.exp().sqrt())
 
-    plan = autocastfx.convert(Function(chain), (x,), op_list=rules, dtype="float16").plan
+    plan = decided(chain, x, op_list=rules, dtype="float16").plan
     because = {
         name: str(plan[name].placement.because) for name in ("tanh", "tanh_1", "sqrt", "matmul", "exp", "maximum")
     }
@@ -406,7 +402,7 @@ def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
 def test_the_plan_says_what_is_moved_and_what_the_simple_rule_would_have_moved(
     rules: autocastfx.OpList, x: torch.Tensor
 ) -> None:
-    plan = autocastfx.convert(Function(lambda x: (x @ x).log().relu().exp()), (x,), op_list=rules, dtype="float16").plan
+    plan = decided(lambda x: (x @ x).log().relu().exp(), x, op_list=rules, dtype="float16").plan
     # 16 elements. Cast of the input 6; matmul 2+2+2, log 2+2, relu 2+2; cast 6; exp 4+4. The rule casts before the log:
     # log and relu then move 4+4 each.
     assert plan.traffic.moved == 16 * (6 + 6 + 4 + 4 + 6 + 8)
@@ -416,5 +412,5 @@ def test_the_plan_says_what_is_moved_and_what_the_simple_rule_would_have_moved(
 
 def test_converting_twice_places_the_same(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     function = Function(lambda x: (x @ x).tanh().exp() @ x)
-    first, second = (autocastfx.convert(function, (x,), op_list=rules, dtype="float16").plan for _ in range(2))
+    first, second = (decided(function, x, op_list=rules, dtype="float16").plan for _ in range(2))
     assert first == second

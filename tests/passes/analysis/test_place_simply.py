@@ -11,7 +11,8 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autocastfx
 from autocastfx.plan.plan import Precision
-from tests.helpers import Function, listing, op_list, relative_error, rewritten, text
+from tests.decided import decided, rewritten
+from tests.helpers import Function, listing, op_list, relative_error, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 
@@ -299,7 +300,7 @@ def test_reasons_name_the_neighbour(rules: autocastfx.OpList, x: torch.Tensor) -
         low = (x @ x).tanh()
         return (low @ x) + x.exp().sqrt()
 
-    plan = autocastfx.convert(Function(chain), (x,), op_list=rules, dtype="float16").plan
+    plan = decided(chain, x, op_list=rules, dtype="float16").plan
     assert str(plan["tanh"].placement.because) == "between matmul and matmul_1"
     assert str(plan["sqrt"].placement.because) == "after exp"
     assert str(plan["matmul"].placement.because) == "allow"

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autocastfx
 from autocastfx.plan.plan import Precision
-from tests.helpers import Function
+from tests.decided import decided
 
 LOW = torch.bfloat16
 
@@ -27,7 +26,7 @@ def test_which_norms_take_float32_parameters_is_asked_of_the_device(
 ) -> None:
     """Beside 16-bit values, on a CPU; on a GPU none of these does. No GPU is needed to convert."""
     model = nn.Sequential(nn.Conv1d(8, 8, 1), norm, nn.Conv1d(8, 8, 1))
-    plan = autocastfx.convert(model, (torch.rand(2, 8, 8),), dtype=LOW, fold="kernel", device=device).plan
+    plan = decided(model, torch.rand(2, 8, 8), dtype=LOW, fold="kernel", device=device).plan
     assert plan[name].dtype == dtype
     assert ("_1_weight" in {c.value for c in plan.casts}) is cast
 
@@ -37,7 +36,7 @@ def test_a_0d_value_beside_others_sets_no_precision_and_is_not_cast(first: bool)
     def scaled(x: Tensor, factor: Tensor) -> Tensor:
         return (factor * (x @ x) if first else (x @ x) * factor) @ x
 
-    plan = autocastfx.convert(Function(scaled), (torch.rand(8, 8), torch.tensor(0.3)), dtype=LOW).plan
+    plan = decided(scaled, torch.rand(8, 8), torch.tensor(0.3), dtype=LOW).plan
     assert plan["mul"].placement.run is Precision.LOW
     assert plan["mul"].placement.as_stored == ("self" if first else "other",)
     assert "args_1" not in {c.value for c in plan.casts}
@@ -47,6 +46,6 @@ def test_0d_values_alone_set_the_precision() -> None:
     def halves(x: Tensor, factor: Tensor) -> Tensor:
         return (x @ x).sum() * factor
 
-    plan = autocastfx.convert(Function(halves), (torch.rand(8, 8), torch.tensor(0.3)), dtype=LOW).plan
+    plan = decided(halves, torch.rand(8, 8), torch.tensor(0.3), dtype=LOW).plan
     assert plan["mul"].placement.run is Precision.FLOAT32
     assert "args_1" not in {c.value for c in plan.casts}

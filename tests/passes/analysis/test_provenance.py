@@ -16,7 +16,9 @@ from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.decide.checks import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
-from tests.helpers import Function, relative_error
+from tests.decided import decided, traced
+from tests.helpers import relative_error
+from tests.nearness import assert_as_near_as_autocast
 
 X, W = torch.rand(8, 8), torch.rand(8, 8)
 LOW = torch.bfloat16
@@ -38,9 +40,7 @@ class Model(nn.Module):
 
 def provenance(function: Callable[[Any, Tensor], Any]) -> tuple[set[str], set[str], list[str]]:
     """The names of parameters and of values from outside, and what ``function`` gives back."""
-    captured = autocastfx.convert(Model(function).eval(), (X,), dtype="float16").variants[0].captured
-    assert captured is not None
-    graph, rules, facts = captured.graph, load_op_list("bfloat16"), load_kernel_facts()
+    graph, rules, facts = traced(Model(function).eval(), X), load_op_list("bfloat16"), load_kernel_facts()
     decisions = Classifier(rules, facts, LOW, "cpu")(graph, {}).decisions
     targets = frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and "held" not in str(n.target))
     found = Provenance.of(graph, units_of(graph, decisions, Ports(rules, facts)), targets)
@@ -115,12 +115,11 @@ def test_a_mask_added_to_scores_does_not_bring_them_from_outside() -> None:
     ],
 )
 def test_the_operands_that_make_a_result_float32(function: Callable[..., Any], expected: list[str]) -> None:
-    captured = autocastfx.convert(Function(function), (X, torch.tensor(80.0)), dtype="float16").variants[0].captured
-    assert captured is not None
-    (made,) = captured.graph.output_node().all_input_nodes
+    graph = traced(function, X, torch.tensor(80.0))
+    (made,) = graph.output_node().all_input_nodes
     ports = Ports(load_op_list("bfloat16"), load_kernel_facts())
     names = {"args_0": "x", "args_1": "n"}
-    found = [names.get(n.name, n.name) for n in decisive(made, ports, set(captured.graph.nodes))]
+    found = [names.get(n.name, n.name) for n in decisive(made, ports, set(graph.nodes))]
     assert found == expected
 
 
@@ -162,10 +161,9 @@ def test_a_number_that_gets_dimensions_widens_as_in_torch(name: str) -> None:
         return y
 
     model = Model(steps)
-    exact, converted = steps(model, X).detach(), autocastfx.convert(model, (X,), dtype=LOW)(X).detach()
-    with torch.autocast("cpu", LOW):
-        autocast = steps(model, X).detach()
-    assert relative_error(converted, exact) < 1.2 * relative_error(autocast, exact) + torch.finfo(LOW).eps / 4
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
+    slack = torch.finfo(LOW).eps / 4
+    assert_as_near_as_autocast(lambda m: {"output": m(X).detach()}, model, amp_model, LOW, slack=slack)
 
 
 def stream(m: Any, x: Tensor) -> Tensor:
@@ -187,7 +185,7 @@ def positions(m: Any, x: Tensor) -> Tensor:
 def test_a_parameter_may_be_cast_beside_a_low_operand_and_a_buffer_may_not(
     function: Callable[..., Any], node: str, fold: Any, runs: str, because: str
 ) -> None:
-    found = autocastfx.convert(Model(function), (X,), dtype=LOW, fold=fold).plan[node]
+    found = decided(Model(function), X, dtype=LOW, fold=fold).plan[node]
     assert (found.dtype, str(found.placement.because)) == (runs, because)
 
 
@@ -200,7 +198,7 @@ def test_a_parameter_of_the_size_of_the_result_is_a_value() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.state + (self.state @ self.weight) * 1e-3) @ x
 
-    plan = autocastfx.convert(Learned(), (X,), dtype=LOW).plan
+    plan = decided(Learned(), X, dtype=LOW).plan
     assert (plan["add"].dtype, str(plan["add"].placement.because)) == ("float32", "an input is float32")
 
 
@@ -209,9 +207,7 @@ def test_under_kernel_an_activation_is_narrowed_that_was_float32_for_a_deny() ->
         y = x @ m.weight
         return (y + functional.layer_norm(y @ m.weight, (8,))) @ m.weight
 
-    runs = {
-        f: autocastfx.convert(Model(residual), (X,), dtype=LOW, fold=f).plan["add"].dtype for f in ("none", "kernel")
-    }  # pyright: ignore
+    runs = {f: decided(Model(residual), X, dtype=LOW, fold=f).plan["add"].dtype for f in ("none", "kernel")}  # pyright: ignore
     assert runs == {"none": "float32", "kernel": "bfloat16"}
 
 
@@ -219,5 +215,5 @@ def test_what_allow_ops_alone_read_is_moved_in_16_bits() -> None:
     def moved(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.flip(0) @ m.weight, m.held.flip(0)
 
-    plan = autocastfx.convert(Model(moved), (X,), dtype=LOW).plan
+    plan = decided(Model(moved), X, dtype=LOW).plan
     assert (plan["flip"].dtype, plan["flip_1"].dtype) == ("bfloat16", "float32")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import autocastfx
 from autocastfx.graph.magnitude import Magnitude, magnitude
 from autocastfx.passes.analysis.value_ranges import Limit
+from tests.decided import decided
 
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -43,7 +43,7 @@ class Joined(torch.nn.Module):
 
 
 def test_what_is_not_known_is_not_small() -> None:
-    plan = autocastfx.convert(Joined(), (torch.randn(4, 4),), fold="kernel", dtype="float16").plan
+    plan = decided(Joined(), torch.randn(4, 4), fold="kernel", dtype="float16").plan
     assert plan["mul"].decision.source != "forced:range"
     assert plan["mul_1"].decision.reason.startswith("its input small has a root mean square of 1e-06, below float16's")
 

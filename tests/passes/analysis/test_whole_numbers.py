@@ -15,16 +15,15 @@ import autocastfx
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, holds_one_number, largest_whole, told_apart
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from tests.decided import decided, traced
 from tests.helpers import Function
 
 X = torch.rand(2, 16)
 LOW = torch.bfloat16
 
 
-def graph_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> fx.Graph:
-    captured = autocastfx.convert(Function(function), inputs or (X,), **options).variants[0].captured
-    assert captured is not None
-    return captured.graph
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
+    return traced(function, *(inputs or (X,)))
 
 
 def graph_of_any_size(function: Callable[..., Any]) -> fx.Graph:
@@ -137,9 +136,7 @@ def test_buffers_count_as_they_are_held_and_values_as_measured() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self.steps + 1, self.rates + 1, x.round() * 1
 
-    captured = autocastfx.convert(Model(), (X,), dtype="float16").variants[0].captured
-    assert captured is not None
-    graph = captured.graph
+    graph = traced(Model(), X)
     held = {str(n.target): 699.0 for n in graph.nodes if n.op == "get_attr" and "steps" in str(n.target)}
     added, other, rounded = graph.output_node().all_input_nodes
     reach, _ = whole(graph, held=held, measured={"round_1": 40.0})
@@ -181,9 +178,7 @@ def test_a_product_with_numbers_beyond_what_is_told_apart_is_float32_and_says_so
 
 
 def test_a_few_whole_numbers_are_narrowed_as_all_others() -> None:
-    amp_model = autocastfx.convert(
-        Function(lambda w: torch.arange(64.0).view(8, 8) @ w), (torch.rand(8, 8),), dtype=LOW
-    )
+    amp_model = decided(lambda w: torch.arange(64.0).view(8, 8) @ w, torch.rand(8, 8), dtype=LOW)
     assert amp_model.plan["matmul"].dtype == "bfloat16"
 
 
@@ -215,7 +210,7 @@ def test_a_buffer_that_forward_updates_is_not_known_by_what_it_holds_now() -> No
             self.seen += 1
             return x @ self.seen.float()[:, None].expand(8, 8)
 
-    plan = autocastfx.convert(Counted(), (torch.rand(8, 8),), dtype=torch.bfloat16).plan
+    plan = decided(Counted(), torch.rand(8, 8), dtype=torch.bfloat16).plan
     assert "whole numbers of any size" in plan["matmul"].decision.reason
 
 
@@ -226,7 +221,7 @@ def test_a_size_blurs_no_value_that_is_shaped_by_it(said: dict[str, Any]) -> Non
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special))  # type: ignore[arg-type]
     ids = torch.zeros(2, 16, dtype=torch.long)
     op_list = ("default", autocastfx.OpList.of(said))
-    amp_model = autocastfx.convert(model, (), {"input_ids": ids}, dtype="bfloat16", op_list=op_list)
+    amp_model = autocastfx.convert(model, (), {"input_ids": ids}, dtype="bfloat16", op_list=op_list, check=False)
     residual = [n for n in amp_model.plan.nodes if n.op == "add" and n.module == "transformer.h.0"]
     assert len(residual) == 2
     assert {str(n.placement.run) for n in residual} == {"low"}
@@ -252,7 +247,7 @@ MEETING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_integer_that_16_bits_do_not_hold_makes_an_op_float32(name: str, dtype: torch.dtype) -> None:
     far = torch.arange(3000, 3256).view(16, 16)
-    plan = autocastfx.convert(Function(lambda x: MEETING[name](x @ x, far)), (Y,), dtype=dtype).plan
+    plan = decided(lambda x: MEETING[name](x @ x, far), Y, dtype=dtype).plan
     meets = [node for node in plan.nodes if node.decision.source == "forced:whole"]
     assert [(node.dtype, "whole numbers up to 3,255" in node.decision.reason) for node in meets] == [("float32", True)]
     assert plan["matmul"].dtype == str(dtype).removeprefix("torch.")
@@ -270,7 +265,7 @@ NEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", NEAR)
 def test_other_integers_leave_an_op_in_16_bits(name: str) -> None:
     near = torch.arange(1, 257).view(16, 16)
-    plan = autocastfx.convert(Function(lambda x: NEAR[name](x @ x, near) @ x.mT), (Y,), dtype=LOW).plan
+    plan = decided(lambda x: NEAR[name](x @ x, near) @ x.mT, Y, dtype=LOW).plan
     assert not [node for node in plan.nodes if node.decision.source == "forced:whole"]
 
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import OpList
-from tests.helpers import Function, relative_error
+from tests.decided import decided
+from tests.nearness import assert_as_near_as_autocast, trained_on
 
 X = torch.rand(2, 1, 12, 12)
 
@@ -31,7 +32,7 @@ class Measured(nn.Module):
 
 
 def low(measure: Callable[[Measured, Tensor], Tensor]) -> set[str]:
-    plan = autocastfx.convert(Measured(measure), (X,), dtype="bfloat16").plan
+    plan = decided(Measured(measure), X, dtype="bfloat16").plan
     return {n.name for n in plan.nodes if n.dtype == "bfloat16"}
 
 
@@ -119,17 +120,17 @@ def test_what_is_added_to_a_difference_keeps_its_precision() -> None:
 
 
 def test_the_reason_tells_what_cancels() -> None:
-    plan = autocastfx.convert(Measured(CANCELLING["a variance"]), (X,), dtype="bfloat16").plan
+    plan = decided(Measured(CANCELLING["a variance"]), X, dtype="bfloat16").plan
     assert plan["sub"].decision.reason.startswith("a difference of an average of products")
     assert plan["sub"].decision.source == "forced:cancellation"
-    plan = autocastfx.convert(Measured(CANCELLING["a stencil"]), (X,), dtype="bfloat16").plan
+    plan = decided(Measured(CANCELLING["a stencil"]), X, dtype="bfloat16").plan
     assert plan["conv2d_1"].decision.reason == "the weights of laplacian add up to zero: a difference of neighbours"
 
 
 def test_a_persons_rule_for_the_op_goes_first() -> None:
     mine = autocastfx.OpList.of({"infer": ["sub"]}, name="mine")
     model = Measured(CANCELLING["a variance"])
-    plan = autocastfx.convert(model, (X,), dtype="bfloat16", op_list=["default", mine]).plan
+    plan = decided(model, X, dtype="bfloat16", op_list=["default", mine]).plan
     assert plan["sub"].decision.source != "forced:cancellation"
 
 
@@ -155,7 +156,7 @@ def test_a_product_with_an_inverse_is_a_quotient(name: str) -> None:
             q, k, v = self.qkv(x).sigmoid().chunk(3, -1)
             return QUOTIENTS[name](q @ (k.mT @ v), q @ k.sum(1, keepdim=True).mT)
 
-    plan = autocastfx.convert(Divided(), (torch.rand(2, 9, 8),), dtype="float16").plan
+    plan = decided(Divided(), torch.rand(2, 9, 8), dtype="float16").plan
     assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear"}
 
 
@@ -177,7 +178,7 @@ def test_a_matrix_product_with_an_inverse_is_a_quotient(name: str) -> None:
             q, k, v = self.qkv(x).sigmoid().chunk(3, -1)
             return self.out(PRODUCTS[name](q, k.mT @ v, torch.einsum("bnd,bd->bn", q, k.sum(1))))
 
-    plan = autocastfx.convert(Divided(), (torch.rand(2, 9, 8),), dtype="float16").plan
+    plan = decided(Divided(), torch.rand(2, 9, 8), dtype="float16").plan
     assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear", "linear_1"}
 
 
@@ -188,7 +189,7 @@ def test_a_list_of_ones_own_that_allows_the_difference_wins() -> None:
 
     allowed = OpList.of({"allow": ["square", "mean", "sub"]})
     for lists, run in (("default", "float32"), (["default", allowed], "bfloat16")):
-        plan = autocastfx.convert(Function(variance), (torch.randn(16, 16),), dtype="bfloat16", op_list=lists).plan
+        plan = decided(variance, torch.randn(16, 16), dtype="bfloat16", op_list=lists).plan
         assert plan["sub"].dtype == run
 
 
@@ -224,7 +225,7 @@ OFFSETS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OFFSETS)
 def test_values_less_a_parameter_are_float32(name: str) -> None:
     function, centre = OFFSETS[name]
-    plan = autocastfx.convert(Centred(function, centre), (ROWS,), dtype="bfloat16").plan
+    plan = decided(Centred(function, centre), ROWS, dtype="bfloat16").plan
     assert {node.dtype for node in plan.nodes if "centre" in node.decision.reason} == {"float32"}
     assert plan["linear"].dtype == plan["linear_1"].dtype == "bfloat16"
 
@@ -233,29 +234,12 @@ def test_values_less_a_parameter_are_float32(name: str) -> None:
 def test_values_less_a_parameter_are_as_exact_as_under_torch_autocast(dtype: torch.dtype) -> None:
     model = Centred(lambda y, c: F.relu(y) - c, CENTRE)
     amp_model = autocastfx.convert(model, (ROWS,), dtype=dtype)
-    exact = errors_of(model, lambda: model(ROWS))
-    with torch.autocast("cpu", dtype):
-        autocast = errors_of(model, lambda: model(ROWS))
-    ours = errors_of(model, lambda: amp_model(ROWS))
-    for name, value in exact.items():
-        bound = 1.2 * relative_error(autocast[name], value) + torch.finfo(dtype).eps
-        assert relative_error(ours[name], value) <= bound, name
-
-
-def errors_of(model: nn.Module, call: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """What a call gives, and the gradients of its mean square."""
-    model.zero_grad()
-    output = call()
-    output.float().square().mean().backward()
-    return {
-        "output": output.detach().float(),
-        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
+    assert_as_near_as_autocast(trained_on(ROWS), model, amp_model, dtype)
 
 
 def test_a_parameter_that_is_near_0_is_added_in_16_bits() -> None:
     model = Centred(lambda y, c: y + c, CENTRE / 100)
-    assert autocastfx.convert(model, (ROWS,), dtype="bfloat16").plan["add"].dtype == "bfloat16"
+    assert decided(model, ROWS, dtype="bfloat16").plan["add"].dtype == "bfloat16"
 
 
 def test_calibration_tells_whether_a_parameter_is_far_from_0() -> None:
@@ -268,5 +252,5 @@ def test_calibration_tells_whether_a_parameter_is_far_from_0() -> None:
 
 def test_with_fold_kernel_a_large_parameter_is_added_in_16_bits_and_none_is_subtracted() -> None:
     for function, op, run in ((lambda y, c: y + c, "add", "bfloat16"), (lambda y, c: y - c, "sub", "float32")):
-        plan = autocastfx.convert(Centred(function, CENTRE), (ROWS,), dtype="bfloat16", fold="kernel").plan
+        plan = decided(Centred(function, CENTRE), ROWS, dtype="bfloat16", fold="kernel").plan
         assert plan[op].dtype == run

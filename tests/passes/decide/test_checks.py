@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import autocastfx
-from autocastfx.capture.captured import Captured
 from autocastfx.graph.names import op_name
 from autocastfx.passes.decide import checks, demands, widening
 from autocastfx.passes.decide.checks import CHECKS, Case, Check, Classifier
@@ -18,9 +16,9 @@ from autocastfx.plan.plan import Forced
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
+from tests.decided import traced
 from tests.golden.list_tables import OTHER_TABLES, filled, names
 from tests.golden.readme import PLACEMENT
-from tests.helpers import Function
 
 REASONS = {n: r for m in (plan, checks, demands, widening) for n, r in vars(m).items() if isinstance(r, Forced)}
 
@@ -65,11 +63,9 @@ MADE_UP = Forced("forced:made-up", "nothing")
 def classified(monkeypatch: pytest.MonkeyPatch, *first: Check) -> tuple[plan.Decision, str | None]:
     """The decision on ``tanh`` with some checks that are asked first, and why it cannot run in 16 bits."""
     monkeypatch.setattr(checks, "CHECKS", (*first, *CHECKS))
-    amp_model = autocastfx.convert(Function(lambda x: x.tanh()), torch.ones(4), dtype="float16")
-    captured = amp_model.variants[0].captured
-    assert isinstance(captured, Captured)
-    found = Classifier(load_op_list("float16"), load_kernel_facts(), torch.float16, "cpu")(captured.graph, {})
-    (node,) = captured.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    graph = traced(lambda x: x.tanh(), torch.ones(4))
+    found = Classifier(load_op_list("float16"), load_kernel_facts(), torch.float16, "cpu")(graph, {})
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
     return found.decisions[node], found.unable.get(node)
 
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import autocastfx
 from autocastfx.errors import BannedOpError, OpListError, UnmatchedRuleWarning
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
+from tests.decided import decided
 from tests.helpers import Function, op_list, relative_error, unchecked
 
 LOW = [torch.float16, torch.bfloat16]
@@ -24,7 +26,7 @@ LOW = [torch.float16, torch.bfloat16]
 
 def plan_of(function: Callable[..., Any], *inputs: torch.Tensor, **options: Any) -> Plan:
     options.setdefault("dtype", torch.float16)
-    return autocastfx.convert(Function(function), inputs, **options).plan
+    return decided(function, *inputs, **options).plan
 
 
 @pytest.fixture
@@ -66,7 +68,9 @@ def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, t
 def test_a_module_class_decides_for_all_ops_inside(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GLU(), nn.Linear(8, 16))
     rules = op_list(tmp_path, "deny: [torch.nn.modules.activation.GLU]")
-    amp_model = autocastfx.convert(model, (torch.rand(2, 16),), op_list=["default", rules], dtype="float16")
+    amp_model = autocastfx.convert(
+        model, (torch.rand(2, 16),), op_list=["default", rules], dtype="float16", check=False
+    )
     assert amp_model.plan["glu"].dtype == "float32"
     assert str(amp_model.plan["glu"].decision.source).endswith("test.yaml:1:8")
 
@@ -144,7 +148,7 @@ def test_a_cast_to_the_dtype_of_another_value_follows_it(x: torch.Tensor) -> Non
         y = x @ x
         return y.tanh().to(y.dtype) @ x
 
-    plan = plan_of(follow, x)
+    plan = autocastfx.convert(Function(follow), x, dtype="float16", check=False).plan
     assert "to" not in [n.op for n in plan.nodes]
     assert plan["tanh"].dtype == "float16"
 
@@ -232,7 +236,9 @@ def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: 
 
 def test_a_preset_that_follows_torch_autocast_keeps_its_number() -> None:
     x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool)
-    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    amp_model = autocastfx.convert(
+        Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu", check=False
+    )
     assert "hides" not in amp_model.plan["where"].decision.reason
     assert f"{LEAST}" in amp_model.code
 
@@ -270,7 +276,8 @@ def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Ten
 
 def test_values_measured_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
     keep = torch.ones(8, 8, dtype=torch.bool).tril()
-    plan = plan_of(attend, x, keep, calibrate=[(x, keep)])
+    given = {"dtype": "float16", "calibrate": [(x, keep)], "check": False}
+    plan = autocastfx.convert(Function(attend), (x, keep), **given).plan
     assert plan["where"].decision.source == "forced:range"
 
 
@@ -314,7 +321,7 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(2, 3, 8)
     low = autocastfx.convert(Net(), (x,), dtype=torch.bfloat16)
     high = autocastfx.convert(Net(), (x,), dtype=torch.float16)
-    other = autocastfx.convert(Net(), (x,), dtype=torch.float16, device="cuda")
+    other = decided(Net(), x, dtype=torch.float16, device="cuda")
     assert low.plan["lstm"].dtype.startswith("bfloat16")
     assert other.plan["lstm"].dtype.startswith("float16")
     assert high.plan["lstm"].dtype.startswith("float32")
@@ -440,15 +447,16 @@ def test_rules_that_match_nothing_are_warned_of_once_each_and_can_be_silenced(
 ) -> None:
     rules = op_list(tmp_path, "{deny: [exp2, tanh], modules: [{path: haed, category: low}]}")
     warnings.simplefilter("always")
-    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
+    convert = partial(autocastfx.convert, Function(lambda x: x.tanh() @ x), x, dtype="float16", check=False)
+    convert(op_list=["default", rules])
     assert [(w.category, str(w.message).partition("test.yaml")[2], w.filename) for w in recwarn.list] == [
         (UnmatchedRuleWarning, ":1:9: no node of the model is 'exp2'.", __file__),
         (UnmatchedRuleWarning, ":1:32: no module of the model matches 'haed'.", __file__),
     ]
     recwarn.clear()
     warnings.simplefilter("ignore", UnmatchedRuleWarning)
-    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
-    plan_of(lambda x: x.tanh() @ x, x, op_list="default")
+    convert(op_list=["default", rules])
+    convert(op_list="default")
     assert recwarn.list == []
 
 
@@ -491,7 +499,7 @@ def test_a_product_with_a_value_beyond_the_range_stays_float32() -> None:
 def test_statistics_beyond_the_range_do_not_concern_an_op_that_keeps_them_float32() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
     model[1].running_var.fill_(1e5)
-    plan = autocastfx.convert(model, (torch.rand(3, 8),), dtype=torch.float16).plan
+    plan = decided(model, torch.rand(3, 8), dtype=torch.float16).plan
     assert plan["batch_norm"].placement.run is Precision.LOW
 
 
@@ -581,7 +589,7 @@ class Held(nn.Module):
 def test_a_buffer_of_one_element_counts_as_its_number(
     x: torch.Tensor, number: float, trained: bool, source: str
 ) -> None:
-    decision = autocastfx.convert(Held(number, trained), (x,), dtype=torch.float16).plan["add"].decision
+    decision = decided(Held(number, trained), x, dtype=torch.float16).plan["add"].decision
     assert decision.source == source or not (source or str(decision.source).startswith("forced"))
     assert decision.reason.startswith("epsilon=") is bool(source)
 

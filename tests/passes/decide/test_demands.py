@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.plan.plan import Precision
+from tests.decided import decided
 from tests.helpers import Function, op_list, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
@@ -29,7 +30,7 @@ LIST = """
 
 
 def plan_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> autocastfx.Plan:
-    return autocastfx.convert(Function(function), inputs or (X, W), **{"dtype": LOW, **options}).plan
+    return decided(function, *(inputs or (X, W)), **{"dtype": LOW, **options}).plan
 
 
 @pytest.fixture
@@ -128,14 +129,14 @@ class Gram(nn.Module):
 
 
 def test_through_products_of_values_and_no_layer() -> None:
-    plan = autocastfx.convert(Gram(), (X,), dtype=LOW).plan
+    plan = decided(Gram(), X, dtype=LOW).plan
     assert plan["matmul"].dtype == "bfloat16"
     assert plan["matmul_1"].dtype == "float32"
     assert plan["matmul_1"].decision.reason.startswith("leads to linalg_inv: linear algebra is as exact as")
 
 
 def test_both_ways_reaches_the_products_that_read_the_result() -> None:
-    amp_model = autocastfx.convert(Gram(), (X,), dtype=LOW)
+    amp_model = decided(Gram(), X, dtype=LOW)
     after = amp_model.plan["matmul_2"]
     assert after.dtype == "float32"
     assert after.decision.reason.startswith("follows it: linear algebra is as exact as")
@@ -183,7 +184,7 @@ def test_what_computes_the_next_contents_of_a_buffer_asks_for_exact_operands(ste
             self.average.lerp_(steps(y.tanh()), 0.01)
             return (x + 1) @ y
 
-    plan = autocastfx.convert(Average(), (X,), dtype=LOW).plan
+    plan = decided(Average(), X, dtype=LOW).plan
     assert plan["mul"].decision.reason == "leads to lerp_: it computes the next contents of average"
     assert plan["mul"].decision.source == "forced:update"
     assert low(plan) == {"matmul_1"}
@@ -218,7 +219,7 @@ def test_the_default_list_demands_for(name: str, dtype: torch.dtype) -> None:
     function, reason = DEFAULT[name]
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, Function(lambda y: function(y.sigmoid() + 1)))
-    plan = autocastfx.convert(model, (X,), dtype=dtype).plan
+    plan = decided(model, X, dtype=dtype).plan
     assert plan["linear"].dtype == str(dtype).removeprefix("torch.")
     assert plan["sigmoid"].decision.reason == plan["add"].decision.reason == reason
 
@@ -249,7 +250,7 @@ class Normalised(nn.Module):
 def test_a_sum_that_a_list_allows_is_no_product_of_values() -> None:
     """A demand through products overrules the shipped list's products, not what a person says of sums."""
     allowed = autocastfx.OpList.of({"allow": ["mul", "sum"]}, name="mine")
-    plan = autocastfx.convert(Normalised(), (torch.rand(4, 8),), op_list=["default", allowed], dtype="float16").plan
+    plan = decided(Normalised(), torch.rand(4, 8), op_list=["default", allowed], dtype="float16").plan
     assert [plan[name].placement.run for name in ("mul", "sum_1", "sqrt")] == [
         Precision.LOW,
         Precision.LOW,

@@ -21,6 +21,7 @@ from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import recompose
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.rule import Category
+from tests.decided import decided
 from tests.helpers import Function, relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps
@@ -237,7 +238,7 @@ def test_the_models_own_island_around_an_activation_is_kept() -> None:
         return (y * torch.sigmoid(y)) @ w
 
     given = torch.randn(8, 8), torch.randn(8, 8)
-    plan = autocastfx.convert(Function(island), given, dtype=torch.bfloat16).plan
+    plan = decided(island, *given, dtype=torch.bfloat16).plan
     (found,) = plan.recomposed
     assert plan[found.node].dtype == "float32"
     assert [node.placement.run for node in plan.nodes if node.op == "to"] == [Precision.FLOAT32]
@@ -307,7 +308,7 @@ class Block(nn.Module):
 
 def test_a_list_decides_of_a_recomposed_norm_by_the_name_of_torchs() -> None:
     model, (x, _) = Block(), inputs()
-    plan = autocastfx.convert(model, (x,), dtype=torch.bfloat16, fold="none").plan
+    plan = decided(model, x, dtype=torch.bfloat16, fold="none").plan
     (found,) = plan.recomposed
     norm = plan[found.node]
     assert (norm.op, norm.decision.category, norm.dtype) == ("rms_norm", Category.DENY, "float32")
@@ -324,4 +325,4 @@ def test_a_list_decides_of_a_recomposed_norm_by_the_name_of_torchs() -> None:
 @pytest.mark.parametrize("preset", ["torch_autocast_cpu", "torch_autocast_cuda", "apex_o1"])
 def test_lists_that_follow_autocast_recompose_nothing(preset: str) -> None:
     model = Function(lambda x, w: quick(layer_norm(llama_norm(x, w), w), w))
-    assert autocastfx.convert(model, inputs(), dtype=torch.bfloat16, op_list=preset).plan.recomposed == ()
+    assert decided(model, *inputs(), dtype=torch.bfloat16, op_list=preset).plan.recomposed == ()

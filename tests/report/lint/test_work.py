@@ -114,7 +114,9 @@ def test_blocks_have_a_byte_of_scale() -> None:
 
 
 def test_a_gather_reads_what_it_gives() -> None:
-    amp_model = autocastfx.convert(nn.Embedding(1000, 8), torch.zeros(5, dtype=torch.int64), dtype="float16")
+    amp_model = autocastfx.convert(
+        nn.Embedding(1000, 8), torch.zeros(5, dtype=torch.int64), dtype="float16", check=False
+    )
     captured = amp_model.variants[0].captured
     assert captured is not None
     (one,) = walk(captured.graph, captured.attributes)

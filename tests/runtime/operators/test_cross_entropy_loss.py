@@ -20,7 +20,8 @@ import autocastfx
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.operators import cross_entropy_loss as module
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
-from tests.helpers import Function, relative_error, rewritten, text
+from tests.decided import rewritten
+from tests.helpers import Function, relative_error, text
 
 DTYPES = [torch.float16, torch.bfloat16]
 SHAPES = {"rows": (6, 8), "image": (2, 8, 3, 4)}
