@@ -14,6 +14,7 @@ from autocastfx.files import check_writable, write_whole
 from autocastfx.plan.plan import Plan
 from autocastfx.report.comparison import Comparison
 from autocastfx.report.compiled_graph import views_of_enabled
+from autocastfx.report.edits import best_edits
 from autocastfx.report.formats import FORMATS, render
 from autocastfx.report.html import model_facts, render_html
 from autocastfx.report.text import TextOptions, check_names, render_text
@@ -155,7 +156,11 @@ def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
 def _rendered(amp_model: nn.Module, format: str, comparison: Comparison | None, against: Plan | None) -> str:
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
-        return render_html(views, shown, comparison, model_facts(amp_model), against)
+        facts = model_facts(amp_model)
+        if isinstance(amp_model, AmpModule):
+            edits = best_edits(amp_model, amp_model._shown[shown])
+            facts["edits"] = [{"write": e.write, "where": e.where, "says": e.says, "effect": e.effect} for e in edits]
+        return render_html(views, shown, comparison, facts, against)
     if isinstance(amp_model, AmpModule):
         return render(views[shown], format)
     if len(views) == 1:

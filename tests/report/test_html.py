@@ -187,6 +187,7 @@ def test_the_head_holds_what_is_known_of_the_model() -> None:
         nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), (torch.ones(2, 8),), fold="kernel", dtype="float16"
     )
     shown = data(page(amp_model))
+    assert [edit["write"] for edit in shown["model"].pop("edits")] == ['weights="cached"', "allow: [layer_norm]"]
     assert shown["model"] == {
         "name": "Sequential",
         "parameters": 88,

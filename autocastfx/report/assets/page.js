@@ -111,7 +111,7 @@
     const chosen = item(key);
     mark();
     Address.write(state.variant, key && key[0] === "n" ? chosen.name : null);
-    if (!chosen) show("selection", Panel.nothing(state.model));
+    if (!chosen) show("selection", Panel.nothing(state.model, state.variant === data.shown ? data.model?.edits : []));
     else if (key[0] === "e") show("selection", Panel.ofEdge(state.model, chosen, goTo));
     else show("selection", Panel.ofNode(state.model, chosen, goTo));
   }
@@ -172,7 +172,7 @@
   }
 
   function pick(name) {
-    if (name === "selection") return void (state.selected ? select(state.selected) : show(name, Panel.nothing(state.model)));
+    if (name === "selection") return void (state.selected ? select(state.selected) : show(name, Panel.nothing(state.model, state.variant === data.shown ? data.model?.edits : [])));
     show(name, name === "ops" ? Tables.ops(state.model, found.search) : Tables[name](state.model, goTo));
   }
 

@@ -3,8 +3,19 @@
 const Panel = (() => {
   const { MOST_ROWS, breakable, copier, facts, h, link, list } = Elements, { bytes, many, number, percent } = Words;
 
-  function nothing(model) {
+  /* Edits of the whole conversion, best first, each with a button that copies it. */
+  function edits(found) {
+    if (!found.length) return [];
+    const one = ({ write, where, says, effect }) => {
+      const shown = h("code", {}, write);
+      return h("li", {}, shown, " ", copier(write, shown), h("p", {}, `${effect}; ${says}.`, h("span", { class: "hint" }, ` For ${where}.`)));
+    };
+    return [h("h2", {}, "What to change"), h("ol", { id: "edits" }, found.map(one))];
+  }
+
+  function nothing(model, found = []) {
     return [
+      ...edits(found),
       h("h2", {}, "This model"),
       h("ul", { class: "lines" }, model.variant.summary.map((line) => h("li", {}, line))),
       h("p", { class: "hint" }, "Click a module to open it, its heading to close it, and an operation to read why it runs as it does. ",
