@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autocastfx.capture.progress import stage
 from autocastfx.errors import AutocastFXError
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Traffic
 from autocastfx.policy.op_list import OpList
@@ -60,7 +61,8 @@ def best_edits(amp_model: AmpModule, variant: Variant) -> tuple[Edit, ...]:
     edits: list[Edit] = []
     for edit, other in _candidates(before, converter):
         try:
-            after: Plan = amp_model._plan_by(other, variant)
+            with stage(f"trying {edit.write}", is_logged=False):
+                after: Plan = amp_model._plan_by(other, variant)
         except AutocastFXError:  # a list that does not go with this one
             continue
         errors = None if before.error is None or after.error is None else (before.error, after.error)
