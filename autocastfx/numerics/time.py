@@ -19,7 +19,7 @@ from autocastfx.capture.leave_intact import equal, intact
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
-from autocastfx.errors import ArgumentError, CalibrationError, UnsupportedError
+from autocastfx.errors import ArgumentError, AutocastFXError, CalibrationError, UnsupportedError
 from autocastfx.graph.cell import aligned
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.sensitivity import check_fits
@@ -151,7 +151,7 @@ def time(
         CalibrationError: there are no batches.
         CaptureError: the model cannot be captured.
         SensitivityError: a batch does not fit the model, or its loss is no single number.
-        UnsupportedError: the model is converted already.
+        UnsupportedError: the model is converted already; or a side fails, which it names.
         ValueError: ``rounds`` is below 2.
     """
     if isinstance(model, AmpModule):
@@ -243,11 +243,21 @@ def _in_turns(
         for turn in range(rounds + 1):
             for place in range(len(names)):
                 name = names[(turn + place) % len(names)]
-                taken = _milliseconds(steps[name], device)
-                if turn:  # the first round warms up
-                    spent[name].append(taken)
+                if turn:
+                    spent[name].append(_milliseconds(steps[name], device))
+                else:
+                    _warm_up(name, steps[name])
             show(turn)
     return spent
+
+
+def _warm_up(name: str, step: Callable[[], None]) -> None:
+    try:
+        step()
+    except AutocastFXError:
+        raise
+    except Exception as error:  # whatever a kernel or the model's code raises
+        raise UnsupportedError(f"the call fails in {name}: {type(error).__name__}: {error}") from error
 
 
 def _milliseconds(step: Callable[[], None], device: torch.device) -> float:

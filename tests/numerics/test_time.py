@@ -86,6 +86,15 @@ def test_wrong_arguments_are_one_error() -> None:
         timed(Net(), rounds=1)
 
 
+def test_a_side_that_fails_is_named() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros(4, 4).index_add(0, Y, x @ x.mT)  # torch.autocast gives it a product of 16 bits
+
+    with pytest.raises(UnsupportedError, match=r"the call fails in torch\.autocast: RuntimeError: "):
+        timed(Adds())
+
+
 def side(name: str, ms: float, ratio: float, **ops: float) -> TimedSide:
     return TimedSide(name, (ms, ms), (ratio - 0.01, ratio, ratio + 0.01), ops)
 
