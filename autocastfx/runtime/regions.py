@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_arg
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
@@ -36,7 +37,8 @@ from autocastfx.graph.node import argument, tensors
 from autocastfx.runtime.operators.casts import is_concrete
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
-# Ops that torch's own kernels compute best, and those that Inductor would only call.
+# Ops that torch's own kernels compute best, those that Inductor would only call, and average pools, whose gradients the
+# Inductor of torch 2.13 divides by the whole window where ``ceil_mode`` lets one reach beyond the edge.
 _APART = frozenset(
     (
         *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
@@ -50,6 +52,9 @@ _APART = frozenset(
             "topk",
             "cumsum",
             "max_pool2d",
+            "avg_pool1d",
+            "avg_pool2d",
+            "avg_pool3d",
             "arange",
             "multinomial",
             "bernoulli",
@@ -172,6 +177,8 @@ class Region:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.__name__ = f"region_of_{sum(node.op == 'call_function' for node in module.graph.nodes)}_ops"
+        self._reaches = _reaches(module.graph)
+        self._reach_all = len({*self._reaches}) <= 1
         self._lock = threading.Lock()
         self._compiled: dict[object, Callable[..., Any]] = {}
 
@@ -187,6 +194,8 @@ class Region:
                 run = self._compiled.get(key) or self._compile(given)
                 self._compiled[key] = run
         made = run(*given)
+        if records and not self._reach_all:
+            _give_no_zeros(made, given, self._reaches)
         return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
 
     def _compile(self, given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
@@ -203,6 +212,61 @@ class Region:
             warnings.simplefilter("ignore")  # of a compiler, about the machine
             compiled: Any = compile_fx(fx.GraphModule(self.module, _in_a_tuple(self.module.graph)), examples)
             return compiled
+
+
+# A compiled region gives each input a gradient, zeros where only results depend on it that get none. torch gives None
+# there, and the two differ for an optimizer: one with weight decay steps in a parameter whose gradient is zero.
+
+
+def _reaches(graph: fx.Graph) -> tuple[frozenset[int], ...]:
+    """Return, for each input of a region, the numbers of the results that depend on it."""
+    result = graph.output_node().args[0]
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    reached: dict[fx.Node, frozenset[int]] = {}
+    for node in reversed(graph.nodes):
+        own = frozenset(number for number, one in enumerate(results) if one is node)
+        reached[node] = own.union(*(reached[reader] for reader in node.users if reader.op != "output"))
+    return tuple(reached[node] for node in graph.find_nodes(op="placeholder"))
+
+
+def _give_no_zeros(made: Sequence[Any], given: Sequence[torch.Tensor], reaches: Sequence[frozenset[int]]) -> None:
+    """Let inputs get no gradient that come to no result with one."""
+    inputs = [
+        (get_gradient_edge(one), reached) for one, reached in zip(given, reaches, strict=True) if one.requires_grad
+    ]
+    before = {edge.node for edge, _ in inputs}
+    places = {number: place for number, one in enumerate(made) if (place := _place(one, before)) is not None}
+    node = next((node for node, _ in places.values()), None)
+    if node is None:  # no result has a gradient
+        return
+    reached_by = [
+        frozenset(
+            places[number][1]
+            for edge, reached in inputs
+            if (edge.node, edge.output_nr) == (reader, place)
+            for number in reached & places.keys()
+        )
+        for reader, place in node.next_functions
+    ]
+
+    def drop(gradients: Sequence[Any], of_results: Sequence[Any]) -> tuple[Any, ...] | None:
+        missing = {place for place, gradient in enumerate(of_results) if gradient is None}
+        if not missing:
+            return None
+        each = zip(gradients, reached_by, strict=True)
+        return tuple(None if reached and reached <= missing else gradient for gradient, reached in each)
+
+    node.register_hook(drop)
+
+
+def _place(result: Any, before: Set[Any]) -> tuple[Any, int] | None:
+    """Return the compiled function's node, and the place of a result in it, or of what it is a view of."""
+    node, place = (result.grad_fn, result.output_nr) if isinstance(result, torch.Tensor) else (None, 0)
+    while node is not None and node not in before:
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node, place
+        node, place = next(iter(node.next_functions), (None, 0))
+    return None
 
 
 def _in_a_tuple(graph: fx.Graph) -> fx.Graph:

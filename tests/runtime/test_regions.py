@@ -220,6 +220,59 @@ def test_products_and_losses_are_in_no_region() -> None:
     assert inside.isdisjoint(("tf32_product", "cross_entropy_loss", "linear"))
 
 
+class Ends(nn.Module):
+    """A region gives two results; the loss may use either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.left, self.right = (
+            *(nn.Linear(32, 32), nn.LayerNorm(32)),
+            *(nn.Linear(32, 32), nn.Linear(32, 32)),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shared = self.first(x)
+        shared = shared + torch.tanh(shared) * x
+        return self.left(torch.relu(shared) * 2), self.right(self.norm(shared))
+
+
+@pytest.mark.parametrize("ends", [(0,), (1,), (0, 1)])
+def test_what_no_loss_depends_on_gets_no_gradient(ends: tuple[int, ...]) -> None:
+    """As without regions: not zeros, by which weight decay and moments would change a parameter."""
+    net = Ends()
+    gradients = []
+    for model in (net, converted(net, fuse="inductor")):
+        net.zero_grad()
+        made = model(X)
+        torch.stack([made[end].float().square().mean() for end in ends]).sum().backward()
+        gradients.append({name: one.grad for name, one in net.named_parameters()})
+    expected, found = gradients
+    assert {name for name, one in found.items() if one is None} == {n for n, one in expected.items() if one is None}
+    assert all(one is None or relative_error(one, expected[name]) < 2**-4 for name, one in found.items())
+
+
+def test_average_pools_are_in_no_region() -> None:
+    """Where a window reaches beyond the edge, Inductor divides its gradient by too much."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one = F.avg_pool1d(torch.tanh(x) * 2, 5, ceil_mode=True) * 3  # (4, 16, 7)
+            two = F.avg_pool2d(torch.tanh(one) * 2, 5, ceil_mode=True) * 3  # (4, 4, 2)
+            return self.head(torch.tanh(x) * two.sum() * 2)
+
+    net, x = Pooled(), X.clone().requires_grad_()
+    expected, found = (
+        torch.autograd.grad(model(x).float().square().mean(), x)[0] for model in (net, converted(net, fuse="inductor"))
+    )
+    assert relative_error(found, expected) < 2**-4
+
+
 def test_a_region_runs_op_by_op_in_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
     region = Region(graph)
