@@ -41,7 +41,7 @@ import transformers
 
 import autocastfx
 from autocastfx.numerics.plan_search import Budget, PlanSearch
-from autocastfx.numerics.tune import _prices, tune
+from autocastfx.numerics.tune import prices_on, tune
 from autocastfx.report.lint.roofline import find_gpu
 from benchmarks.command import DTYPES, Command, verdict
 from benchmarks.store import Store
@@ -80,7 +80,7 @@ def measure(name: str, dtype: str) -> Row:
         tune(model, first, budget=Budget(bytes=1.0), fold="kernel", **given),  # of the bytes of the list so folded
     ]
     fewer, nearer, kernel = map(bench.tuned, tuned)
-    search = bench.search(found, _prices(found, find_gpu("A100")))
+    search = bench.search(found, prices_on(find_gpu("A100"), found))
     front = list(_front(bench, search))
     floor = min(point.bytes for point in tuned[0].front)
     left = (fewer.bytes - floor) / (default.bytes - floor) if _has_room(default.bytes, floor) else 1.0

@@ -134,6 +134,7 @@ TOOLS: dict[str, Callable[[Everything], object]] = {
     "explain": lambda m: autocastfx.explain(converted(m), "linear"),
     "dump": lambda m: autocastfx.dump(converted(m)),
     "show": lambda m: autocastfx.show(converted(m)),
+    "time": lambda m: autocastfx.time(m, [X], loss, rounds=2, dtype="bfloat16"),
     "diff": lambda m: autocastfx.diff(converted(m).plan, converted(m).plan),
     "lint": lambda m: autocastfx.lint(converted(m)),
     "enable, disable": lambda m: autocastfx.disable(autocastfx.enable(m, dtype="bfloat16")),

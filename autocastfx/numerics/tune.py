@@ -296,8 +296,7 @@ def tune(
             warnings.warn(message, category, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
-        per_flop = rates.bandwidth / rates.peak(tensor_cores=False) - rates.bandwidth / rates.peak(tensor_cores=True)
-        measured = base, base._variant_for(args, kwargs), Prices(sensitivity, bytes_per_flop=per_flop), low
+        measured = base, base._variant_for(args, kwargs), prices_on(rates, sensitivity), low
         products = rates if rates.float8_tflops else find_gpu("H100")
         search = Float8Search(*measured, recipe=recipe, gpu=products) if recipe else PlanSearch(*measured)
         started = search.started(judge(base, low))
@@ -381,3 +380,9 @@ def _check_products(low: torch.dtype, device: torch.device, op_list: OpList, rec
         raise UnsupportedError(
             f"{device} has no float8 products: {why}. Tune without float8, or from a list that says emulate: true."
         )
+
+
+def prices_on(gpu: Gpu, sensitivity: Sensitivity) -> Prices:
+    """Return what errors cost, and the bytes that a GPU moves in the time that an operation saves in 16 bits."""
+    per_flop = gpu.bandwidth / gpu.peak(tensor_cores=False) - gpu.bandwidth / gpu.peak(tensor_cores=True)
+    return Prices(sensitivity, bytes_per_flop=per_flop)

@@ -80,13 +80,8 @@ def test_bytes_that_a_cut_leaves_are_spent(search: PlanSearch, share: float) -> 
 
 
 def test_a_plan_is_measured_once_however_its_rules_say_it(search: PlanSearch, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = list[tuple[int, float]]()
-
-    def measure(self: PlanSearch, said: Found, judge: Any) -> float:
-        measured.append((said.point.bytes, said.point.predicted))
-        return said.point.predicted
-
-    monkeypatch.setattr(PlanSearch, "_measured", measure)
+    monkeypatch.setattr("autocastfx.numerics.plan_search.convert_captured", lambda *_: None)
+    judged = list[Any]()
     candidates = PlanSearch._candidates
 
     def twice(self: PlanSearch, limit: Limit, ratio: float) -> list[Found]:
@@ -97,8 +92,9 @@ def test_a_plan_is_measured_once_however_its_rules_say_it(search: PlanSearch, mo
     monkeypatch.setattr(PlanSearch, "_candidates", twice)
     start = Point("start", search.start.traffic.moved, search.start.error or 0.0, search.start.error)
     limit = Limit(bytes=0.9 * search._cut(OpList(), 1e18).traffic.moved)
-    search.result(lambda *_: 0.0, limit, start)  # type: ignore[arg-type]
-    assert len(measured) == len(set(measured)) > 1
+    _, points = search.result(lambda *given: judged.append(given) or 0.5, limit, start)  # type: ignore[arg-type]
+    measured = [(one.bytes, one.predicted) for one in points[:-1] if one.measured is not None]
+    assert len(judged) == len(measured) == len(set(measured)) > 1
 
 
 @pytest.mark.parametrize("of", ["bytes", "error"])

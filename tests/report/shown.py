@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,3 +73,9 @@ def unpacked(data: Mapping[str, Any]) -> list[dict[str, Any]]:
                     value = column["of"][int(number)]
                     node[key] = value if own else filled(value, node)
     return nodes
+
+
+def nodes_in(page: str) -> list[dict[str, Any]]:
+    """The nodes of all graphs of a page, from its text."""
+    read = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    return [node for variant in read["variants"] for node in unpacked(variant["nodes"])]
