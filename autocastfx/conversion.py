@@ -144,8 +144,8 @@ def convert(
             ``torch.compile`` ignores this.
         fuse: ``"inductor"``: what lies between products is compiled by TorchInductor, each kind of region once
             (:mod:`autocastfx.runtime.regions`). The plan is the same; a region rounds nothing inside of it, draws other
-            numbers for dropout than torch, and chooses itself what it keeps for backward. It needs a C++ compiler on a
-            CPU, and Triton on a GPU. ``"none"``: ops run one by one.
+            numbers for dropout than torch on a GPU, and chooses itself what it keeps for backward. It needs a C++
+            compiler on a CPU, and Triton on a GPU. ``"none"``: ops run one by one.
         check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.

@@ -4,7 +4,7 @@ Between products a model adds, drops out, normalizes: each op reads and writes a
 computes. TorchInductor makes few kernels of such a region. Regions of equal ops, sizes and strides, as equal layers
 have, share what is compiled, so compiling takes as long for 48 layers as for 4. A region's inputs and results have the
 dtypes that are planned; what lies between them is not rounded to 16 bits where the eager ops round it. Inductor chooses
-what a region keeps for backward, and its dropout draws other numbers than torch's.
+what a region keeps for backward, and on a GPU its dropout draws other numbers than torch's.
 
 Nothing of Dynamo runs: AOTAutograd and Inductor compile a region for the tensors of its first call. Under transforms of
 torch.func, while tracing, and inside torch.compile, a region runs op by op.
@@ -64,11 +64,15 @@ _APART = frozenset(
         ),
     )
 )
+# On a CPU compiled dropout takes longer than torch's own, which also draws the numbers that it always draws.
+_APART_ON = {"cpu": frozenset(("dropout", "native_dropout"))}
 _LEAST = 2  # ops that compute: a region of fewer saves nothing
 
 
-def fuse_regions(graph: fx.Graph) -> fx.Graph:
+def fuse_regions(graph: fx.Graph, device: str) -> fx.Graph:
     """Return ``graph``, which takes parameters as inputs, with a call of a :class:`Region` for each region.
+
+    ``device`` is the type of the device that it will run on.
 
     No region reaches across an op that writes, switches gradients, or calls what is not known: the order of these and
     of all around them stays.
@@ -77,7 +81,8 @@ def fuse_regions(graph: fx.Graph) -> fx.Graph:
     module = fx.GraphModule(read, graph)
     partitions: list[dict[fx.Node, int | None]] = []
     for stretch in _stretches(graph):
-        partitioner = CapabilityBasedPartitioner(module, _Fusible(stretch), allows_single_node_partition=False)
+        fusible = _Fusible(stretch, _APART | _APART_ON.get(device, frozenset()))
+        partitioner = CapabilityBasedPartitioner(module, fusible, allows_single_node_partition=False)
         found = (one.nodes for one in partitioner.propose_partitions())
         partitions += [dict.fromkeys(nodes) for nodes in found if sum(map(_computes, nodes)) >= _LEAST]
     fused = fuse_by_partitions(module, partitions, prefix="region_")
@@ -123,13 +128,14 @@ class _Fusible(OperatorSupportBase):
     """Says which of some nodes may be in a region: those of one result that write nothing and that memory bounds."""
 
     nodes: frozenset[fx.Node]
+    apart: frozenset[str]
 
     def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: fx.Node) -> bool:
         """True for such a node."""
         target = node.target
         if node not in self.nodes or not isinstance(target, OpOverload) or target._schema.is_mutable:
             return False
-        is_known = target.namespace in ("aten", "prims", "autocastfx") and _word(node) not in _APART
+        is_known = target.namespace in ("aten", "prims", "autocastfx") and _word(node) not in self.apart
         values = tensors(node)
         return is_known and len(values) == 1 and values[0].layout is torch.strided and _is_sized(node)
 

@@ -136,7 +136,7 @@ class Variant(nn.Module):
         constants = [f"{self.prefix}.{name}" for name in self._held.values() if name in self._buffers]
         lifted = lift(self.graph, [ATTRIBUTE, *self.places, *constants])
         if self.fuse == "inductor":
-            lifted = fuse_regions(lifted)
+            lifted = fuse_regions(lifted, self.device.type)
             self.regions = regions_in(lifted)
         called = quickened(lifted)
         if saved := self.plan.saved:

@@ -208,7 +208,7 @@ def test_products_and_losses_are_in_no_region() -> None:
     assert {"autocastfx.tf32_product.default", "autocastfx.cross_entropy_loss.default"} <= names
     variant = amp._active
     constants = [f"{variant.prefix}.{name}" for name in variant._held.values() if name in variant._buffers]
-    fused = fuse_regions(lift(variant.graph, [ATTRIBUTE, *variant.places, *constants]))
+    fused = fuse_regions(lift(variant.graph, [ATTRIBUTE, *variant.places, *constants]), "cuda")
     inside = {
         str(node.target).partition(".")[2].partition(".")[0]
         for one in fused.nodes
@@ -250,6 +250,19 @@ def test_what_no_loss_depends_on_gets_no_gradient(ends: tuple[int, ...]) -> None
     expected, found = gradients
     assert {name for name, one in found.items() if one is None} == {n for n, one in expected.items() if one is None}
     assert all(one is None or relative_error(one, expected[name]) < 2**-4 for name, one in found.items())
+
+
+@pytest.mark.parametrize(("device", "is_inside"), [("cpu", False), ("cuda", True)])
+def test_dropout_is_torchs_own_on_a_cpu(device: str, is_inside: bool) -> None:
+    """There it is faster, and draws the same numbers."""
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: torch.dropout(torch.tanh(x) * 2 + 1, 0.5, True) * 3 + 1, pre_dispatch=True
+    )(X).graph
+    regions_made = [one.target for one in fuse_regions(graph, device).nodes if isinstance(one.target, Region)]
+    nodes = (node for one in regions_made for node in one.module.graph.nodes)
+    inside = [str(node.target) for node in nodes if node.op == "call_function"]
+    assert regions_made
+    assert any("dropout" in name for name in inside) == is_inside
 
 
 def test_average_pools_are_in_no_region() -> None:
