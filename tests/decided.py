@@ -1,4 +1,4 @@
-"""What the passes make of the operators of a model, without a capture.
+"""Run the passes on the traced operators of a model, without a capture.
 
 ``make_fx`` traces the operators in a tenth of the time that Dynamo needs to capture them. A test that looks at a graph
 or a plan alone needs no more. What it gives knows no modules, and cannot be called: a test of rules for modules, of

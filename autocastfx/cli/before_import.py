@@ -1,4 +1,4 @@
-"""What the command does before the package is imported, which takes seconds: tell its version, end at Ctrl-C."""
+"""Tell the version, and let Ctrl-C end the command, before the package's imports, which take seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to change: edits of a conversion, each tried on its plan, that would move the fewest bytes."""
+"""Propose edits of a conversion: try each on the plan, and return those that move the fewest bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autocastfx.capture.progress import stage
-from autocastfx.errors import AutocastFXError
+from autocastfx.errors import OpListError
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Traffic
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
@@ -63,7 +63,7 @@ def best_edits(amp_model: AmpModule, variant: Variant) -> tuple[Edit, ...]:
         try:
             with stage(f"trying {edit.write}", is_logged=False):
                 after: Plan = amp_model._plan_by(other, variant)
-        except AutocastFXError:  # a list that does not go with this one
+        except OpListError:  # a rule of the list in use contradicts it
             continue
         errors = None if before.error is None or after.error is None else (before.error, after.error)
         edits.append(replace(edit, after=after.traffic.moved, errors=errors))

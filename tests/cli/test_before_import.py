@@ -1,4 +1,4 @@
-"""What the command does before torch is imported: it ends at Ctrl-C, and tells its version."""
+"""Before torch is imported the command tells its version, and Ctrl-C ends it."""
 
 from __future__ import annotations
 

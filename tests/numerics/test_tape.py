@@ -1,4 +1,4 @@
-"""What a run keeps for the way back: each value's gradient is the one of torch, once, and complete."""
+"""A run that keeps what backward needs gives the gradient of each value once, complete, and as torch does."""
 
 from __future__ import annotations
 
