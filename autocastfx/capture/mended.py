@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
@@ -67,8 +67,10 @@ def asking_mends() -> list[tuple[Any, str, Any]]:
 
 def guarding_mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._C._dynamo.guards import GuardManager
     from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
     from torch._dynamo.variables.functions import UserMethodVariable
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     call: Any = UserMethodVariable.call_function
 
@@ -79,6 +81,17 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
             guarded.add(self.fn)
             install_guard(self.source_fn.make_guard(GuardBuilder.CLOSURE_MATCH))
         return call(self, tx, args, kwargs)
+
+    call_of_module: Any = UnspecializedNNModuleVariable.call_function
+
+    @wraps(call_of_module)
+    def call_module(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        forwards = tx.output.__dict__.setdefault("autocastfx_forwards", dict[Any, Any]())
+        if self.source is not None:
+            if not forwards:
+                install_guard(self.source.make_guard(_guard_on(forwards)))
+            forwards[type(self.value)] = _calls_of(type(self.value))
+        return call_of_module(self, tx, args, kwargs)
 
     length: Any = GuardBuilder.SEQUENCE_LENGTH
 
@@ -97,7 +110,38 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
         else:
             length(self, guard)
 
-    return [(UserMethodVariable, "call_function", call_function), (GuardBuilder, "SEQUENCE_LENGTH", guard_length)]
+    mends: list[tuple[Any, str, Any]] = [
+        (UserMethodVariable, "call_function", call_function),
+        (UnspecializedNNModuleVariable, "call_function", call_module),
+        (GuardBuilder, "SEQUENCE_LENGTH", guard_length),
+    ]
+    if (mark := getattr(GuardManager, "add_dimension_marking_guard", None)) is not None:
+
+        def guard_marks(self: Any, *args: Any) -> None:
+            if not issubclass(self.get_type_of_guarded_value(), nn.Parameter):  # whose sizes are static all the same
+                mark(self, *args)
+
+        mends.append((GuardManager, "add_dimension_marking_guard", guard_marks))
+    return mends
+
+
+def _guard_on(forwards: Mapping[Any, Any]) -> Callable[[Any, Any], None]:
+    """Return what guards that classes of modules have these methods, one guard for all: one each would take longer."""
+
+    def guard_forwards(builder: Any, guard: Any) -> None:
+        def are_as_before(_: object) -> bool:
+            return all(_calls_of(kind) == calls for kind, calls in forwards.items())
+
+        builder.get_guard_manager(guard).add_lambda_guard(
+            are_as_before, ["classes of modules have the forward and __call__ that they had"], guard.user_stack
+        )
+
+    return guard_forwards
+
+
+def _calls_of(kind: Any) -> tuple[Any, Any]:
+    call = kind.__call__
+    return kind.forward, call is nn.Module.__call__ or call  # which traces exchange for a while
 
 
 # What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import _guards, nn
 from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import TracingContext, tracing
+from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import _symbolic_trace
@@ -44,7 +44,7 @@ def is_inside() -> bool:
         or _C._get_tracing_state() is not None
         or _is_traced_here()
         or torch._dynamo.eval_frame._stance.stance != "default"
-        or TracingContext.try_get() is not None
+        or getattr(_guards._TLS, "tracing_context", None) is not None  # in a quarter of the time of try_get
         or _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
     )
 
