@@ -25,7 +25,24 @@ from autocastfx.dtypes import dtype_name, is_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from autocastfx.policy.kernel_facts import LEVELS
 
+
+@dataclass(frozen=True)
+class Call:
+    """A call's tensors, in order, and its structure."""
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: CallStructure
+
+    def __str__(self) -> str:
+        """Write the arguments, tensors as ``x=float32[3, 5]``; cut where that is long."""
+        rest = iter(self.tensors)
+        words = [sized(next(rest)) if leaf[0] == "tensor" else _word(leaf) for leaf in self.structure.leaves]
+        said = self.structure.written(words)
+        return said if len(said) <= _MOST else f"{said[:_MOST]}…"
+
+
 # Read the nesting of arguments from a pytree's spec alone, without constructing the user's objects.
+
 
 _BRACKETS = {dict: "{}", list: "[]", tuple: "()"}
 
@@ -145,21 +162,6 @@ def sized(tensor: torch.Tensor) -> str:
 
 def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructure:
     return CallStructure(unpack_spec(spec), leaves)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call's tensors, in order, and its structure."""
-
-    tensors: tuple[torch.Tensor, ...]
-    structure: CallStructure
-
-    def __str__(self) -> str:
-        """Write the arguments, tensors as ``x=float32[3, 5]``; cut where that is long."""
-        rest = iter(self.tensors)
-        words = [sized(next(rest)) if leaf[0] == "tensor" else _word(leaf) for leaf in self.structure.leaves]
-        said = self.structure.written(words)
-        return said if len(said) <= _MOST else f"{said[:_MOST]}…"
 
 
 @dataclass(frozen=True)

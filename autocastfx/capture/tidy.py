@@ -23,10 +23,66 @@ from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.walk import values_given
 
+
+def tidy(
+    module: fx.GraphModule,
+    called: list[Any],
+    attributes: dict[str, Any],
+    inputs: Sequence[str] = (),
+    *,
+    follows: bool = False,
+) -> fx.Graph:
+    """Copy a traced graph, with inputs first and attributes read where they are used.
+
+    Assertions and nodes that change nothing are dropped; with ``follows``, ``type_as`` stays. ``inputs`` names the
+    placeholders. What ``get_attr`` nodes read is added to ``attributes``.
+    """
+    module = flatten_transforms(module)
+    restore_leaves(module.graph, called)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")
+    input_names = iter(inputs)
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node.op == "get_attr":
+            target = str(node.target)
+            attributes[target] = _attribute(attribute(module, target), called, follows)
+            copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
+        elif node.op == "placeholder":
+            given = next(input_names, None)
+            name = given or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
+            copied = graph.create_node("placeholder", name, name=name)
+            copied.target = given or copied.name  # what is left of two names may be the same
+        elif callable(node.target) and node.name.startswith(LEAF.name()):
+            args, kwargs = map_arg((node.args, node.kwargs), copy)
+            name = of_function(node.target).rpartition(".")[2]
+            copied = graph.create_node("call_function", node.target, args, kwargs, name=name)
+        else:
+            copied = graph.node_copy(node, copy)
+        copied.meta.update(node.meta)
+        _clean_stack(copied)
+        copies[node] = copied
+        return copied
+
+    for node in nodes:
+        if node.op == "output":
+            graph.output(map_arg(node.args[0], copy))
+        elif node.op != "get_attr" and op_name(node) != "_assert_tensor_metadata":  # which bakes in dtype and device
+            source = no_op_source(node, follows=follows)
+            copies[node] = copy(node if source is None else source)
+            if source is not None:
+                stand_for(copies[node], node.name)
+    _name_members(graph, attributes)
+    return graph
+
+
 # Replace the code inside transforms of ``torch.func`` (``vmap``, ``grad``, ``jvp``) by operators on whole tensors.
 #
 # Dynamo records that a transform begins, what it calls on tensors of its own, and that it ends. Such
 # a graph cannot be run node by node, and one that fails between leaves the transform open for the whole process.
+
 
 _autograd: Any = cast("Any", torch._C)._autograd
 _functorch: Any = cast("Any", torch._C)._functorch
@@ -184,60 +240,6 @@ def _example(node: fx.Node) -> Any:
 
 _END = 2**63 - 1  # where torch ends a slice without an end
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-
-
-def tidy(
-    module: fx.GraphModule,
-    called: list[Any],
-    attributes: dict[str, Any],
-    inputs: Sequence[str] = (),
-    *,
-    follows: bool = False,
-) -> fx.Graph:
-    """Copy a traced graph, with inputs first and attributes read where they are used.
-
-    Assertions and nodes that change nothing are dropped; with ``follows``, ``type_as`` stays. ``inputs`` names the
-    placeholders. What ``get_attr`` nodes read is added to ``attributes``.
-    """
-    module = flatten_transforms(module)
-    restore_leaves(module.graph, called)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")
-    input_names = iter(inputs)
-
-    def copy(node: fx.Node) -> fx.Node:
-        if node in copies:
-            return copies[node]
-        if node.op == "get_attr":
-            target = str(node.target)
-            attributes[target] = _attribute(attribute(module, target), called, follows)
-            copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
-        elif node.op == "placeholder":
-            given = next(input_names, None)
-            name = given or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
-            copied = graph.create_node("placeholder", name, name=name)
-            copied.target = given or copied.name  # what is left of two names may be the same
-        elif callable(node.target) and node.name.startswith(LEAF.name()):
-            args, kwargs = map_arg((node.args, node.kwargs), copy)
-            name = of_function(node.target).rpartition(".")[2]
-            copied = graph.create_node("call_function", node.target, args, kwargs, name=name)
-        else:
-            copied = graph.node_copy(node, copy)
-        copied.meta.update(node.meta)
-        _clean_stack(copied)
-        copies[node] = copied
-        return copied
-
-    for node in nodes:
-        if node.op == "output":
-            graph.output(map_arg(node.args[0], copy))
-        elif node.op != "get_attr" and op_name(node) != "_assert_tensor_metadata":  # which bakes in dtype and device
-            source = no_op_source(node, follows=follows)
-            copies[node] = copy(node if source is None else source)
-            if source is not None:
-                stand_for(copies[node], node.name)
-    _name_members(graph, attributes)
-    return graph
 
 
 def _name_members(graph: fx.Graph, attributes: dict[str, Any]) -> None:

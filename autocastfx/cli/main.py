@@ -32,6 +32,47 @@ from autocastfx.report.formats import FORMATS
 from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.roofline import find_gpu, gpus
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; those of this process by default.
+
+    Returns:
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the
+        arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the output.
+
+    Raises:
+        SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
+    """
+    try:
+        raise_when_interrupted()
+        parser = _parser()
+        complete(parser)
+        options = parser.parse_args(argv)
+    except KeyboardInterrupt:
+        return interrupted()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
+    try:
+        with _current_directory_importable(), _warnings_in_one_line():
+            outcome: int | Callable[[], int] = options.run(options)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return interrupted()
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        else:
+            print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
+        return _code(error)
+    return outcome() if callable(outcome) else outcome  # a script: its errors and warnings are shown as without us
+
+
 # Let a shell complete the command line, if argcomplete is installed.
 
 
@@ -95,46 +136,6 @@ _LIST_EXAMPLES = {
     "path": "path bfloat16",
     "diff": "diff bfloat16 mine.yaml",
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; those of this process by default.
-
-    Returns:
-        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the
-        arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the output.
-
-    Raises:
-        SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
-    """
-    try:
-        raise_when_interrupted()
-        parser = _parser()
-        complete(parser)
-        options = parser.parse_args(argv)
-    except KeyboardInterrupt:
-        return interrupted()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
-    try:
-        with _current_directory_importable(), _warnings_in_one_line():
-            outcome: int | Callable[[], int] = options.run(options)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        return interrupted()
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if options.traceback:
-            traceback.print_exc()
-        else:
-            print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
-        return _code(error)
-    return outcome() if callable(outcome) else outcome  # a script: its errors and warnings are shown as without us
 
 
 def _code(error: Exception) -> int:

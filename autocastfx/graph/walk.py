@@ -17,6 +17,33 @@ from autocastfx.graph.node import all_names, attributes_of, module_path, recompu
 _CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
+def walk(
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    prefix: str = "",
+    outer: Mapping[fx.Node, fx.Node] | None = None,
+) -> Iterator[Located]:
+    """Yield the computing nodes in order; a node that runs sub-graphs is replaced by the nodes of these.
+
+    Args:
+        graph: captured or converted.
+        attributes: values of its ``get_attr`` nodes, except parameters and buffers.
+        prefix: prefix of the names.
+        outer: for a sub-graph, the outside node for each of its inputs.
+    """
+    outer = outer or {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        inner = converted_inside(node, attributes)
+        if not inner:
+            yield Located(prefix + node.name, node, outer)
+        for target, module in inner.items():
+            inner_attributes = attributes_of(module, module.graph)
+            sources = {**outer, **values_given(node, module.graph)}
+            yield from walk(module.graph, inner_attributes, f"{prefix}{target.rpartition('.')[2]}/", sources)
+
+
 @dataclass(frozen=True)
 class Located:
     """A computing node with its name in the plan; ``outer`` maps inputs of its sub-graph to nodes outside of it."""
@@ -82,34 +109,8 @@ def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Nod
                 yield from all_nodes(module.graph, attributes_of(module, module.graph))
 
 
-def walk(
-    graph: fx.Graph,
-    attributes: Mapping[str, Any],
-    prefix: str = "",
-    outer: Mapping[fx.Node, fx.Node] | None = None,
-) -> Iterator[Located]:
-    """Yield the computing nodes in order; a node that runs sub-graphs is replaced by the nodes of these.
-
-    Args:
-        graph: captured or converted.
-        attributes: values of its ``get_attr`` nodes, except parameters and buffers.
-        prefix: prefix of the names.
-        outer: for a sub-graph, the outside node for each of its inputs.
-    """
-    outer = outer or {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        inner = converted_inside(node, attributes)
-        if not inner:
-            yield Located(prefix + node.name, node, outer)
-        for target, module in inner.items():
-            inner_attributes = attributes_of(module, module.graph)
-            sources = {**outer, **values_given(node, module.graph)}
-            yield from walk(module.graph, inner_attributes, f"{prefix}{target.rpartition('.')[2]}/", sources)
-
-
 # Find a node again in another capture of the same model.
+
 
 MODES = ("train", "eval")
 Key = tuple[str, str, str]  # name of the node, its op, the path of its module

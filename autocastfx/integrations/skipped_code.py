@@ -29,6 +29,31 @@ from autocastfx.capture.progress import capture_shown
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.graph.node import place
 
+
+@dataclass(frozen=True)
+class SkippedCode:
+    """A function, or the rest of one after a graph break, that Dynamo could not capture.
+
+    Attributes:
+        name, file, line: the function, and where it or the rest begins.
+        reason: Dynamo's own, its first line.
+        is_in_parts: True if the modules in it are captured one by one, and only what it computes besides is not.
+        is_excluded: True if the code is captured, but for a function that it calls and torch.compiler.disable excludes.
+        runs: how it runs, in a sentence.
+    """
+
+    name: str
+    file: str
+    line: int
+    reason: str
+    is_in_parts: bool = False
+    is_excluded: bool = False
+    runs: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.file}:{self.line} ({self.reason})"
+
+
 # Give float32 for 16 bits in what a module returns, whatever it returns it in.
 
 
@@ -144,30 +169,6 @@ _LIMIT = (
     ": a value that the code reads differs in each call, and Dynamo's log says which; torch._dynamo.config."
     "recompile_limit allows more graphs"
 )
-
-
-@dataclass(frozen=True)
-class SkippedCode:
-    """A function, or the rest of one after a graph break, that Dynamo could not capture.
-
-    Attributes:
-        name, file, line: the function, and where it or the rest begins.
-        reason: Dynamo's own, its first line.
-        is_in_parts: True if the modules in it are captured one by one, and only what it computes besides is not.
-        is_excluded: True if the code is captured, but for a function that it calls and torch.compiler.disable excludes.
-        runs: how it runs, in a sentence.
-    """
-
-    name: str
-    file: str
-    line: int
-    reason: str
-    is_in_parts: bool = False
-    is_excluded: bool = False
-    runs: str = field(default="", compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.name} at {self.file}:{self.line} ({self.reason})"
 
 
 @dataclass

@@ -31,7 +31,88 @@ from autocastfx.report.comparison import Deviation
 from autocastfx.report.lint.roofline import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
+
+def bisect(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None,
+    metric: Metric,
+    tolerance: float,
+    *,
+    op_list: OpListLike = "default",
+    state: str | os.PathLike[str] | None = None,
+    label: str = "",
+    report: Report | None = None,
+    **options: Any,
+) -> Bisection:
+    """Find the ops that must run in float32 for ``metric`` to be at most ``tolerance``.
+
+    Places (ops inside modules) are searched in an order: first the one at which :func:`find_overflow` finds a fault
+    with the example inputs, then those of the largest predicted errors if ``sensitivity=`` is among the options, then
+    those whose nodes move fewer bytes. So of several that mend the metric alike, the fault's is kept, or the predicted
+    worst, or the cheapest. Bisection finds the shortest prefix of places that makes the metric hold when in
+    float32. The last place of this prefix is needed: it is kept, and the search starts again. So ``k`` places out of
+    ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never makes the metric worse. If
+    it does, the metric still holds with the result, but the set may not be the smallest.
+
+    The model is captured once; each evaluation converts the captured graph again.
+
+    Args:
+        model: as for ``convert``.
+        example_inputs: as for ``convert``.
+        metric: a function of the converted model; smaller is better, and NaN never holds. It must be deterministic: fix
+            its data and seeds.
+        tolerance: the largest metric that holds.
+        op_list: the op list to start from.
+        state: a JSON file that stores each evaluation at once, so that an interrupted search can continue. Use another
+            file for another metric, other weights or other data; a file of another graph, op list or label is refused.
+        label: text that identifies the search, such as a name for the metric and its data.
+        report: called before each evaluation with the number of evaluations made, and the most that are still needed
+            for the current place.
+        options: further arguments of ``convert``.
+
+    Raises:
+        TypeError: ``metric`` cannot be called, or ``tolerance`` is not a number.
+        ValueError: ``tolerance`` is not finite, or a ``plan`` is given.
+        BisectError: the metric does not hold even with all places in float32.
+        EvaluationsError: ``state`` is not a file of this search.
+        NodeError: a node raises with the example inputs.
+        OSError: ``state`` cannot be read or written.
+    """
+    if not callable(metric):
+        raise ArgumentTypeError(f"metric is a function of the converted model, not {metric!r}")
+    if not math.isfinite(tolerance):
+        raise ArgumentError(f"tolerance is a finite number, not {tolerance!r}")
+    if options.get("plan") is not None:
+        raise ArgumentError("bisect searches rules of an op list, over which a plan wins: leave plan out.")
+    lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
+    first = convert(model, example_inputs, op_list=lists, **options)
+    if not first.variants:
+        metric(first)  # the first call captures
+
+    def make(places: Sequence[OpInModule]) -> AmpModule:
+        rules = op_list_of(places, first.plan) if places else OpList()
+        again = convert_again(first, rules)
+        if again is not None:
+            return again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # the first conversion has warned
+            return convert(model, example_inputs, op_list=[*lists, rules], **options)
+
+    def order() -> Sequence[OpInModule]:
+        kwargs = options.get("example_kwargs")
+        is_given = example_inputs is not None or kwargs is not None
+        return search_order(first, places, inputs_of(example_inputs, kwargs) if is_given else None)
+
+    plan, places = first.plan, places_of(first.plan)
+    kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
+    evaluations = Evaluations.of(
+        Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
+    )
+    return _Search(plan, make, metric, evaluations, report).run(places, order, tolerance)
+
+
 # Places that ``bisect`` can run in float32, and the order in which it searches them.
+
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -238,85 +319,6 @@ class Bisection:
             f"float32 for {kept}: metric {self.metric:.4g}, {self.low:.4g} without, {self.float32:.4g} with all in "
             f"float32; {self.evaluations} evaluations"
         )
-
-
-def bisect(
-    model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None,
-    metric: Metric,
-    tolerance: float,
-    *,
-    op_list: OpListLike = "default",
-    state: str | os.PathLike[str] | None = None,
-    label: str = "",
-    report: Report | None = None,
-    **options: Any,
-) -> Bisection:
-    """Find the ops that must run in float32 for ``metric`` to be at most ``tolerance``.
-
-    Places (ops inside modules) are searched in an order: first the one at which :func:`find_overflow` finds a fault
-    with the example inputs, then those of the largest predicted errors if ``sensitivity=`` is among the options, then
-    those whose nodes move fewer bytes. So of several that mend the metric alike, the fault's is kept, or the predicted
-    worst, or the cheapest. Bisection finds the shortest prefix of places that makes the metric hold when in
-    float32. The last place of this prefix is needed: it is kept, and the search starts again. So ``k`` places out of
-    ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never makes the metric worse. If
-    it does, the metric still holds with the result, but the set may not be the smallest.
-
-    The model is captured once; each evaluation converts the captured graph again.
-
-    Args:
-        model: as for ``convert``.
-        example_inputs: as for ``convert``.
-        metric: a function of the converted model; smaller is better, and NaN never holds. It must be deterministic: fix
-            its data and seeds.
-        tolerance: the largest metric that holds.
-        op_list: the op list to start from.
-        state: a JSON file that stores each evaluation at once, so that an interrupted search can continue. Use another
-            file for another metric, other weights or other data; a file of another graph, op list or label is refused.
-        label: text that identifies the search, such as a name for the metric and its data.
-        report: called before each evaluation with the number of evaluations made, and the most that are still needed
-            for the current place.
-        options: further arguments of ``convert``.
-
-    Raises:
-        TypeError: ``metric`` cannot be called, or ``tolerance`` is not a number.
-        ValueError: ``tolerance`` is not finite, or a ``plan`` is given.
-        BisectError: the metric does not hold even with all places in float32.
-        EvaluationsError: ``state`` is not a file of this search.
-        NodeError: a node raises with the example inputs.
-        OSError: ``state`` cannot be read or written.
-    """
-    if not callable(metric):
-        raise ArgumentTypeError(f"metric is a function of the converted model, not {metric!r}")
-    if not math.isfinite(tolerance):
-        raise ArgumentError(f"tolerance is a finite number, not {tolerance!r}")
-    if options.get("plan") is not None:
-        raise ArgumentError("bisect searches rules of an op list, over which a plan wins: leave plan out.")
-    lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
-    first = convert(model, example_inputs, op_list=lists, **options)
-    if not first.variants:
-        metric(first)  # the first call captures
-
-    def make(places: Sequence[OpInModule]) -> AmpModule:
-        rules = op_list_of(places, first.plan) if places else OpList()
-        again = convert_again(first, rules)
-        if again is not None:
-            return again
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # the first conversion has warned
-            return convert(model, example_inputs, op_list=[*lists, rules], **options)
-
-    def order() -> Sequence[OpInModule]:
-        kwargs = options.get("example_kwargs")
-        is_given = example_inputs is not None or kwargs is not None
-        return search_order(first, places, inputs_of(example_inputs, kwargs) if is_given else None)
-
-    plan, places = first.plan, places_of(first.plan)
-    kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
-    evaluations = Evaluations.of(
-        Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
-    )
-    return _Search(plan, make, metric, evaluations, report).run(places, order, tolerance)
 
 
 @dataclass

@@ -24,26 +24,6 @@ _UNITS = 10**12  # of a cut, whose costs are whole numbers: all gains together
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A product, or several that a rule names together; or a form in which values are kept.
-
-    Attributes:
-        gain: what it gains, apart from what its operands cost, at least 0.
-        error: the squared relative error that it makes.
-        reads: the quantised values that it needs.
-        key: what a rule says of it; of several candidates with one key, which then read nothing, one at most is chosen.
-    """
-
-    gain: float
-    error: float
-    reads: tuple[Hashable, ...] = ()
-    key: object = None
-
-
-Chosen = frozenset[int]
-
-
-@dataclass(frozen=True)
 class Choice:
     """All candidates, and the cost of each quantised value, in the unit of gains. Errors add up as if independent."""
 
@@ -172,6 +152,26 @@ class Choice:
         near = sorted(distances, key=distances.__getitem__)
         sides = [i for i in near if i in chosen], [i for i in near if i not in chosen]
         return sides[0][:_NEAR], sides[1][:_NEAR]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A product, or several that a rule names together; or a form in which values are kept.
+
+    Attributes:
+        gain: what it gains, apart from what its operands cost, at least 0.
+        error: the squared relative error that it makes.
+        reads: the quantised values that it needs.
+        key: what a rule says of it; of several candidates with one key, which then read nothing, one at most is chosen.
+    """
+
+    gain: float
+    error: float
+    reads: tuple[Hashable, ...] = ()
+    key: object = None
+
+
+Chosen = frozenset[int]
 
 
 def _few(numbers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -33,77 +33,6 @@ from autocastfx.report.comparison import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-# Measure the relative error of a converted model's gradient, or output, on batches: what a sensitivity predicts.
-
-
-@dataclass
-class TargetDistance:
-    """The target of a float32 model on batches, and the distance of other models from it.
-
-    Buffers, gradients, attributes of the float32 model and the state of torch's random numbers are unchanged
-    afterwards; each batch runs with the same random numbers in every model.
-
-    Attributes:
-        model: the float32 model.
-        batches: kept, as are their targets: as many numbers as the model has parameters, for each.
-        loss_fn, of, inputs: as for :func:`sensitivity`.
-    """
-
-    model: nn.Module
-    batches: Sequence[Any]
-    loss_fn: LossFunction | None
-    of: str
-    inputs: Inputs | None
-    _expected: list[tuple[list[torch.Tensor], float, float]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Run the float32 model.
-
-        Raises:
-            SensitivityError: a target is zero or not finite.
-        """
-        self._expected = []
-        for i, batch in enumerate(self.batches):
-            target = self._target(self.model, batch, i, 1.0)
-            norm = _norm(target)
-            if not 0 < norm < math.inf:
-                raise SensitivityError(f"the {self.of} of batch {i} is zero or not finite in float32: leave it out.")
-            self._expected.append((target, norm, max((float(t.abs().max()) for t in target if t.numel()), default=0.0)))
-
-    def __call__(self, amp_model: nn.Module, low: torch.dtype) -> float:
-        """Measure the root mean square over the batches; infinite if a value overflows.
-
-        Args:
-            amp_model: converted from the float32 model, with its parameters.
-            low: the 16-bit dtype, for the loss scale of gradients.
-        """
-        distances: list[float] = []
-        for i, (batch, (expected, norm, largest)) in enumerate(zip(self.batches, self._expected, strict=True)):
-            scale = gradient_scale(largest, low) / 16 if self.of == "gradient" else 1.0
-            target = self._target(amp_model, batch, i, max(1.0, scale))
-            distance = _norm(x - y for x, y in zip(target, expected, strict=True)) / norm
-            distances.append(distance if math.isfinite(distance) else math.inf)
-        return rms(distances)
-
-    def _target(self, model: nn.Module, batch: Any, seed: int, scale: float) -> list[torch.Tensor]:
-        args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
-        with_gradients, autocast_off = self.of == "gradient", cast("Any", torch._C)._DisableAutocast()
-        with isolated(*dict.fromkeys((self.model, model))), torch.set_grad_enabled(with_gradients), autocast_off:
-            torch.manual_seed(seed)
-            output = model(*args, **kwargs)
-            if self.of == "output":
-                made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-                return [t.detach().float() for t in made if t.is_floating_point()]
-            loss = loss_of(output, batch, self.loss_fn) * scale
-            wanted = [p for p in self.model.parameters() if p.requires_grad]
-            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        given = cast("Sequence[torch.Tensor | None]", gradients)
-        return [torch.zeros_like(p) if g is None else g.to_dense() / scale for g, p in zip(given, wanted, strict=True)]
-
-
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
-
 
 def compare(
     model: nn.Module | None,
@@ -184,6 +113,78 @@ def compare(
         recomposed=run.variant.plan.recomposed,
         cancellations=cancellations,
     )
+
+
+# Measure the relative error of a converted model's gradient, or output, on batches: what a sensitivity predicts.
+
+
+@dataclass
+class TargetDistance:
+    """The target of a float32 model on batches, and the distance of other models from it.
+
+    Buffers, gradients, attributes of the float32 model and the state of torch's random numbers are unchanged
+    afterwards; each batch runs with the same random numbers in every model.
+
+    Attributes:
+        model: the float32 model.
+        batches: kept, as are their targets: as many numbers as the model has parameters, for each.
+        loss_fn, of, inputs: as for :func:`sensitivity`.
+    """
+
+    model: nn.Module
+    batches: Sequence[Any]
+    loss_fn: LossFunction | None
+    of: str
+    inputs: Inputs | None
+    _expected: list[tuple[list[torch.Tensor], float, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Run the float32 model.
+
+        Raises:
+            SensitivityError: a target is zero or not finite.
+        """
+        self._expected = []
+        for i, batch in enumerate(self.batches):
+            target = self._target(self.model, batch, i, 1.0)
+            norm = _norm(target)
+            if not 0 < norm < math.inf:
+                raise SensitivityError(f"the {self.of} of batch {i} is zero or not finite in float32: leave it out.")
+            self._expected.append((target, norm, max((float(t.abs().max()) for t in target if t.numel()), default=0.0)))
+
+    def __call__(self, amp_model: nn.Module, low: torch.dtype) -> float:
+        """Measure the root mean square over the batches; infinite if a value overflows.
+
+        Args:
+            amp_model: converted from the float32 model, with its parameters.
+            low: the 16-bit dtype, for the loss scale of gradients.
+        """
+        distances: list[float] = []
+        for i, (batch, (expected, norm, largest)) in enumerate(zip(self.batches, self._expected, strict=True)):
+            scale = gradient_scale(largest, low) / 16 if self.of == "gradient" else 1.0
+            target = self._target(amp_model, batch, i, max(1.0, scale))
+            distance = _norm(x - y for x, y in zip(target, expected, strict=True)) / norm
+            distances.append(distance if math.isfinite(distance) else math.inf)
+        return rms(distances)
+
+    def _target(self, model: nn.Module, batch: Any, seed: int, scale: float) -> list[torch.Tensor]:
+        args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
+        with_gradients, autocast_off = self.of == "gradient", cast("Any", torch._C)._DisableAutocast()
+        with isolated(*dict.fromkeys((self.model, model))), torch.set_grad_enabled(with_gradients), autocast_off:
+            torch.manual_seed(seed)
+            output = model(*args, **kwargs)
+            if self.of == "output":
+                made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+                return [t.detach().float() for t in made if t.is_floating_point()]
+            loss = loss_of(output, batch, self.loss_fn) * scale
+            wanted = [p for p in self.model.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        given = cast("Sequence[torch.Tensor | None]", gradients)
+        return [torch.zeros_like(p) if g is None else g.to_dense() / scale for g, p in zip(given, wanted, strict=True)]
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
 
 def _values(run: PairedRun) -> tuple[dict[str, ComparedNode], tuple[Cancellation, ...]]:

@@ -27,6 +27,56 @@ from autocastfx.policy.rule import Category
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
 
+
+def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow | None:
+    """Run one call node by node, name the first node at which Inf or NaN begins, and propose what makes all finite.
+
+    Where the float32 graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the
+    same random numbers. The first node that is not finite where float32 is, and reads no such value, is the fault. If
+    there is none, a node counts that makes Inf or NaN of finite values in float32 too: the first from which it reaches
+    an output of the model is a fault of the model; if none reaches an output, the first is returned as a note, which is
+    false. Inputs that hold Inf are no fault of the node that reads them, nor are masks that are filled with -inf, whose
+    number is written in the model.
+
+    From the fault on, the run goes on with the float32 values of what overflowed, as if that ran in float32 already. So
+    nodes that overflow only then are found as well, and those that give finite numbers only because of an Inf, such as
+    ``rsqrt``. One op list is proposed for all of them. Without the float32 graph it is for the first alone.
+
+    ::
+
+        if found := autocastfx.find_overflow(amp_model, x):
+            print(found)
+
+    Buffers, inputs and the state of torch's random numbers are afterwards as before. Regions without gradients
+    and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops run is one node.
+
+    Args:
+        amp_model: what ``convert`` returned.
+        *inputs: of the call, by position; or one dict, of its keyword inputs.
+        **kwargs: of the call, by keyword.
+
+    Returns:
+        The node, which prints as a report, and is true if it is a fault; None if there is none.
+
+    Raises:
+        TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
+        VariantError: no variant fits the call, and none can be captured.
+        NodeError: a node raises; with its line, and the list by which it runs in float32.
+    """
+    run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_reads)
+    known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
+    search = _Search(known, _Trail(has_float32=run.full is not None), MendedRun(run))
+    with closing(run.steps()) as steps:
+        try:
+            for step in steps:
+                search.take(step)
+        except NodeError as error:
+            if search.first is None:
+                raise
+            return search.proposal(search.first, str(error))
+    return search.proposal(search.first) if search.first is not None else search.other(run.low.flat.graph.output_node())
+
+
 # The node at which Inf or NaN begins, with what it read and what helps, as a value.
 
 
@@ -119,55 +169,6 @@ _NO_LIST = 'convert(fold="none"), scale the values in the model, or convert to t
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST]) + (", …" if len(names) > _MOST else "")
-
-
-def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow | None:
-    """Run one call node by node, name the first node at which Inf or NaN begins, and propose what makes all finite.
-
-    Where the float32 graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the
-    same random numbers. The first node that is not finite where float32 is, and reads no such value, is the fault. If
-    there is none, a node counts that makes Inf or NaN of finite values in float32 too: the first from which it reaches
-    an output of the model is a fault of the model; if none reaches an output, the first is returned as a note, which is
-    false. Inputs that hold Inf are no fault of the node that reads them, nor are masks that are filled with -inf, whose
-    number is written in the model.
-
-    From the fault on, the run goes on with the float32 values of what overflowed, as if that ran in float32 already. So
-    nodes that overflow only then are found as well, and those that give finite numbers only because of an Inf, such as
-    ``rsqrt``. One op list is proposed for all of them. Without the float32 graph it is for the first alone.
-
-    ::
-
-        if found := autocastfx.find_overflow(amp_model, x):
-            print(found)
-
-    Buffers, inputs and the state of torch's random numbers are afterwards as before. Regions without gradients
-    and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops run is one node.
-
-    Args:
-        amp_model: what ``convert`` returned.
-        *inputs: of the call, by position; or one dict, of its keyword inputs.
-        **kwargs: of the call, by keyword.
-
-    Returns:
-        The node, which prints as a report, and is true if it is a fault; None if there is none.
-
-    Raises:
-        TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
-        VariantError: no variant fits the call, and none can be captured.
-        NodeError: a node raises; with its line, and the list by which it runs in float32.
-    """
-    run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_reads)
-    known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
-    search = _Search(known, _Trail(has_float32=run.full is not None), MendedRun(run))
-    with closing(run.steps()) as steps:
-        try:
-            for step in steps:
-                search.take(step)
-        except NodeError as error:
-            if search.first is None:
-                raise
-            return search.proposal(search.first, str(error))
-    return search.proposal(search.first) if search.first is not None else search.other(run.low.flat.graph.output_node())
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,6 @@ from autocastfx.policy.float8 import OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
 
-# What each product gains and what its operands cost, in bytes that a GPU moves in that time: the unit of placements, so
-# that an error has one price for both.
-
-_QUANTISE = 3  # bytes that quantising moves for an element: 2 are read, 1 is written
-_OPERANDS = {  # of each product: the left and the right one, and where the operator is handed it quantised
-    Product.OUTPUT: (("input", "input_forward"), ("weight", "weight_forward")),
-    Product.INPUT_GRADIENT: (("gradient", ""), ("weight", "weight_backward")),
-    Product.WEIGHT_GRADIENT: (("gradient", ""), ("input", "input_backward")),
-}
-
 
 @dataclass(frozen=True)
 class FloatProduct:
@@ -54,96 +44,6 @@ class FloatProduct:
     def key(self) -> tuple[Group, Product]:
         """Module, op and product: a rule names no single node."""
         return group_of(self.node), self.product
-
-
-def product_of(
-    node: PlannedNode, product: Product, error: float, sizes: Sequence[int], made: fx.Node | None, gpu: Gpu
-) -> FloatProduct:
-    """Return a product of a node, with what it gains by the roofline of a GPU.
-
-    Args:
-        node: planned in float8.
-        product: one of its products.
-        error: the relative error in float8.
-        sizes: M, N and K, ``[M, K] @ [K, N]`` being the output's product.
-        made: the node of the converted graph, whose arguments say which values are shared; None: none are.
-        gpu: its rates.
-    """
-    m, n, k = sizes
-    elements = {"input": m * k, "weight": n * k, "gradient": m * n}
-    operands = _OPERANDS[product]
-    read = sum(elements[operand] for operand, _ in operands)
-    written = sum(elements.values()) - read
-    is_fast = node.float8 is not None and RECIPES[node.float8.recipe].capability is not None
-    rates = ((2, gpu.peak(tensor_cores=True)), (1, gpu.peak(tensor_cores=True, in_float8=True)))
-    moved = [max(2 * m * n * k / peak * gpu.bandwidth, size * read + 2 * written) for size, peak in rates]
-    gain = max(0.0, moved[0] - moved[1]) if is_fast else 0.0
-    reads: dict[Hashable, float] = {}
-    layouts = RECIPES[node.float8.recipe].layouts[product] if node.float8 is not None else ()
-    for (operand, given), layout in zip(operands, layouts, strict=True):
-        shared: Any = argument(made, given) if made is not None and given else None
-        key = shared.name if isinstance(shared, fx.Node) else (node.name, operand, layout)
-        reads[key] = float(_QUANTISE * elements[operand])
-    return FloatProduct(node, product, 2 * m * n * k, error**2, gain, reads)
-
-
-# Say chosen products as rules: an entry for each module, with the parts of the error.
-
-
-def product_rules(
-    nodes: Sequence[PlannedNode],
-    chosen: Collection[object],
-    products: Sequence[FloatProduct],
-    recipe: str,
-    error: str,
-    gpu: Gpu | None = None,
-) -> OpList:
-    """Return an entry for each module and op whose products could run in float8.
-
-    Args:
-        nodes: of a plan in which all products that can run in float8 do.
-        chosen: the keys of those that shall.
-        products: those that were measured.
-        recipe: of them, by name.
-        error: of which the reasons tell the products' parts, in words.
-        gpu: whose rates decided; the reasons tell where quantising alone takes longer than a product gains.
-    """
-    parts: dict[object, list[FloatProduct]] = {}
-    for one in products:
-        parts.setdefault(one.key, []).append(one)
-    entries: list[dict[str, Any]] = []
-    for group in dict.fromkeys(group_of(node) for node in nodes if node.float8 is not None and node.float8.products):
-        own = [product for product in Product if (group, product) in chosen]
-        told = {
-            p: f"{p} {math.sqrt(sum(one.error for one in parts[group, p])):.1e}" for p in Product if (group, p) in parts
-        }
-        inside, outside = (", ".join(s for p, s in told.items() if (p in own) is is_in) for is_in in (True, False))
-        said = [f"{words} {part}" for words, part in (("adds", inside), ("would add", outside)) if part]
-        slow = [_slow(p, parts[group, p], gpu) for p in told if p not in own and gpu is not None]
-        entries.append(
-            {
-                "path": group[0] or "re:^$",
-                "ops": [group[1]],
-                "float8": {"recipe": recipe, "products": [product.value for product in own]} if own else False,
-                "reason": "; ".join(
-                    [f"tuned: {' and '.join(said)} to {error}" if said else "tuned: not measured", *filter(None, slow)]
-                ),
-            }
-        )
-    ops = sorted({op for entry in entries for op in entry["ops"]})
-    return OpList.of({"float8": [{"ops": ops, "products": []}], "modules": entries} if ops else {}, name="tuned")
-
-
-def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
-    """Say that quantising takes longer than a product gains; empty if it does not."""
-    gain, cost = sum(one.gain for one in parts), sum(sum(one.reads.values()) for one in parts)
-    if cost <= gain:
-        return ""
-    saves, costs = (f"{1e6 * moved / gpu.bandwidth:.2g} µs" for moved in (gain, cost))
-    return f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
-
-
-_MOST_REASONS = 3  # that an error names
 
 
 @dataclass
@@ -294,3 +194,105 @@ class Float8Search(PlanSearch):
         rules = replace((placed.rules or OpList()).merged(rules), name="tuned")
         found = Found.of("tuned", self.complete(rules).plan, rules)
         return replace(found, point=replace(found.point, **self._gains(own)))
+
+
+# What each product gains and what its operands cost, in bytes that a GPU moves in that time: the unit of placements, so
+# that an error has one price for both.
+
+
+_QUANTISE = 3  # bytes that quantising moves for an element: 2 are read, 1 is written
+_OPERANDS = {  # of each product: the left and the right one, and where the operator is handed it quantised
+    Product.OUTPUT: (("input", "input_forward"), ("weight", "weight_forward")),
+    Product.INPUT_GRADIENT: (("gradient", ""), ("weight", "weight_backward")),
+    Product.WEIGHT_GRADIENT: (("gradient", ""), ("input", "input_backward")),
+}
+
+
+def product_of(
+    node: PlannedNode, product: Product, error: float, sizes: Sequence[int], made: fx.Node | None, gpu: Gpu
+) -> FloatProduct:
+    """Return a product of a node, with what it gains by the roofline of a GPU.
+
+    Args:
+        node: planned in float8.
+        product: one of its products.
+        error: the relative error in float8.
+        sizes: M, N and K, ``[M, K] @ [K, N]`` being the output's product.
+        made: the node of the converted graph, whose arguments say which values are shared; None: none are.
+        gpu: its rates.
+    """
+    m, n, k = sizes
+    elements = {"input": m * k, "weight": n * k, "gradient": m * n}
+    operands = _OPERANDS[product]
+    read = sum(elements[operand] for operand, _ in operands)
+    written = sum(elements.values()) - read
+    is_fast = node.float8 is not None and RECIPES[node.float8.recipe].capability is not None
+    rates = ((2, gpu.peak(tensor_cores=True)), (1, gpu.peak(tensor_cores=True, in_float8=True)))
+    moved = [max(2 * m * n * k / peak * gpu.bandwidth, size * read + 2 * written) for size, peak in rates]
+    gain = max(0.0, moved[0] - moved[1]) if is_fast else 0.0
+    reads: dict[Hashable, float] = {}
+    layouts = RECIPES[node.float8.recipe].layouts[product] if node.float8 is not None else ()
+    for (operand, given), layout in zip(operands, layouts, strict=True):
+        shared: Any = argument(made, given) if made is not None and given else None
+        key = shared.name if isinstance(shared, fx.Node) else (node.name, operand, layout)
+        reads[key] = float(_QUANTISE * elements[operand])
+    return FloatProduct(node, product, 2 * m * n * k, error**2, gain, reads)
+
+
+# Say chosen products as rules: an entry for each module, with the parts of the error.
+
+
+def product_rules(
+    nodes: Sequence[PlannedNode],
+    chosen: Collection[object],
+    products: Sequence[FloatProduct],
+    recipe: str,
+    error: str,
+    gpu: Gpu | None = None,
+) -> OpList:
+    """Return an entry for each module and op whose products could run in float8.
+
+    Args:
+        nodes: of a plan in which all products that can run in float8 do.
+        chosen: the keys of those that shall.
+        products: those that were measured.
+        recipe: of them, by name.
+        error: of which the reasons tell the products' parts, in words.
+        gpu: whose rates decided; the reasons tell where quantising alone takes longer than a product gains.
+    """
+    parts: dict[object, list[FloatProduct]] = {}
+    for one in products:
+        parts.setdefault(one.key, []).append(one)
+    entries: list[dict[str, Any]] = []
+    for group in dict.fromkeys(group_of(node) for node in nodes if node.float8 is not None and node.float8.products):
+        own = [product for product in Product if (group, product) in chosen]
+        told = {
+            p: f"{p} {math.sqrt(sum(one.error for one in parts[group, p])):.1e}" for p in Product if (group, p) in parts
+        }
+        inside, outside = (", ".join(s for p, s in told.items() if (p in own) is is_in) for is_in in (True, False))
+        said = [f"{words} {part}" for words, part in (("adds", inside), ("would add", outside)) if part]
+        slow = [_slow(p, parts[group, p], gpu) for p in told if p not in own and gpu is not None]
+        entries.append(
+            {
+                "path": group[0] or "re:^$",
+                "ops": [group[1]],
+                "float8": {"recipe": recipe, "products": [product.value for product in own]} if own else False,
+                "reason": "; ".join(
+                    [f"tuned: {' and '.join(said)} to {error}" if said else "tuned: not measured", *filter(None, slow)]
+                ),
+            }
+        )
+    ops = sorted({op for entry in entries for op in entry["ops"]})
+    return OpList.of({"float8": [{"ops": ops, "products": []}], "modules": entries} if ops else {}, name="tuned")
+
+
+def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
+    """Say that quantising takes longer than a product gains; empty if it does not."""
+    gain, cost = sum(one.gain for one in parts), sum(sum(one.reads.values()) for one in parts)
+    if cost <= gain:
+        return ""
+    saves, costs = (f"{1e6 * moved / gpu.bandwidth:.2g} µs" for moved in (gain, cost))
+    return f"{product} saves {saves} by the rates of {gpu.name}, and quantising for it alone costs {costs}"
+
+
+_MOST_REASONS = 3  # that an error names

@@ -26,6 +26,140 @@ from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
 from autocastfx.training.optimizer import LossScalingOptimizer
 
+
+class GradientHistogram:
+    """Magnitudes of the gradients of the unscaled loss, by powers of two. Reading one waits for the device.
+
+    Memory does not grow with the number of steps: some 2 kB for each value and parameter.
+    """
+
+    def __init__(self, scale: Scale = 1.0) -> None:
+        self._scale = scale
+        self._tallies: dict[tuple[str, str, torch.device], Tally] = {}
+        self._is_recording = True
+
+    @property
+    def values(self) -> Mapping[str, Exponents]:
+        """Activation gradients by the name of the value: a node of a converted model's graph, or a module."""
+        return self._read(_VALUES)
+
+    @property
+    def parameters(self) -> Mapping[str, Exponents]:
+        """Weight gradients by the name of the parameter."""
+        return self._read(_PARAMETERS)
+
+    @property
+    def activations(self) -> Exponents:
+        """All activation gradients together."""
+        return sum(self.values.values(), NOTHING)
+
+    @property
+    def weights(self) -> Exponents:
+        """All weight gradients together."""
+        return sum(self.parameters.values(), NOTHING)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude of all.
+
+        Raises:
+            CalibrationError: none was recorded.
+        """
+        largest = max(self.activations.largest, self.weights.largest)
+        if not largest:
+            raise CalibrationError(_NOTHING)
+        return largest
+
+    def suggested_loss_scale(self, *, margin: float = 1.0) -> float:
+        """The largest power of two by which no recorded gradient overflows in float16; ``suggest_loss_scale(largest)``.
+
+        Args:
+            margin: a further factor by which gradients stay below 65504, for those of later steps may be larger.
+
+        Raises:
+            CalibrationError: none was recorded.
+        """
+        return suggest_loss_scale(self.largest, margin=margin)
+
+    def margin(self, loss_scale: float | None = None) -> Margin:
+        """How far all gradients together are from float16's limits, in powers of two. It prints as a sentence.
+
+        Args:
+            loss_scale: a power of two; the suggested one by default.
+
+        Raises:
+            CalibrationError: none was recorded.
+            ValueError: ``loss_scale`` is no power of two.
+        """
+        margin = (self.activations + self.weights).margin(
+            self.suggested_loss_scale() if loss_scale is None else loss_scale
+        )
+        if margin is None:
+            raise CalibrationError(_NOTHING)
+        return margin
+
+    def table(self, loss_scale: float | None = None) -> str:
+        """The counts as text, what becomes of the gradients in float16, and how far they are from its limits.
+
+        Args:
+            loss_scale: a power of two to compare with none; the suggested one by default.
+
+        Raises:
+            CalibrationError: none was recorded.
+            ValueError: ``loss_scale`` is no power of two.
+        """
+        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
+        return table(self.activations, self.weights, self.values, scale)
+
+    def plot(self, path: str | os.PathLike[str], loss_scale: float | None = None) -> None:
+        """Write a picture of the histogram without a loss scale and with one. Needs the extra ``plot`` (matplotlib).
+
+        Args:
+            path: its ending says the format: ``.png``, ``.svg`` or ``.pdf``.
+            loss_scale: a power of two; the suggested one by default.
+
+        Raises:
+            CalibrationError: none was recorded.
+            MissingExtraError: matplotlib is not installed.
+            ValueError: ``loss_scale`` is no power of two.
+        """
+        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
+        plot(self.activations, self.weights, scale, path)
+
+    def to_json(self) -> str:
+        """Everything that was recorded as JSON text, by the names of the attributes."""
+        names = ("activations", "weights", _VALUES, _PARAMETERS)
+        return json.dumps(plain_data({name: getattr(self, name) for name in names}), indent=1)
+
+    def _read(self, kind: str) -> dict[str, Exponents]:
+        keys = [key for key in self._tallies if key[0] == kind]
+        histograms: dict[str, Exponents] = {}
+        for (_, name, _), exponents in zip(keys, read_tallies([self._tallies[key] for key in keys]), strict=True):
+            histograms[name] = histograms.get(name, NOTHING) + exponents
+        return histograms
+
+    def record(self, kind: str, name: str, gradient: torch.Tensor) -> None:
+        """Count a gradient; it stays as it is. A hook of ``torch.Tensor.register_hook``."""
+        if not self._is_recording or not gradient.is_floating_point():
+            return
+        elements = gradient.coalesce()._values() if gradient.layout is torch.sparse_coo else local(gradient)
+        key = (kind, name, elements.device)
+        if key not in self._tallies:
+            self._tallies[key] = Tally(elements.device)
+        self._tallies[key].add(elements, self._factor(elements.device))
+
+    def _factor(self, device: torch.device) -> torch.Tensor | None:
+        if isinstance(self._scale, LossScalingOptimizer):
+            scaler = self._scale.loss_scaler
+            return scaler.state(device).scale.to(device).reciprocal() if scaler.rule.is_checked else None
+        scale = self._scale() if callable(self._scale) else self._scale
+        return None if scale == 1.0 else torch.full((), 1 / scale, dtype=torch.float32, device=device)
+
+    def stop(self) -> None:
+        """Count no more, whatever backward passes are still to come."""
+        self._is_recording = False
+
+
 # Show gradients by magnitude against float16's range, as text and as a picture.
 
 
@@ -170,139 +304,6 @@ def _math(exponent: int) -> str:
 Scale = float | Callable[[], float] | LossScalingOptimizer
 _VALUES, _PARAMETERS = "values", "parameters"
 _NOTHING = "no gradient other than zero was recorded: run backward passes of the model inside the with block."
-
-
-class GradientHistogram:
-    """Magnitudes of the gradients of the unscaled loss, by powers of two. Reading one waits for the device.
-
-    Memory does not grow with the number of steps: some 2 kB for each value and parameter.
-    """
-
-    def __init__(self, scale: Scale = 1.0) -> None:
-        self._scale = scale
-        self._tallies: dict[tuple[str, str, torch.device], Tally] = {}
-        self._is_recording = True
-
-    @property
-    def values(self) -> Mapping[str, Exponents]:
-        """Activation gradients by the name of the value: a node of a converted model's graph, or a module."""
-        return self._read(_VALUES)
-
-    @property
-    def parameters(self) -> Mapping[str, Exponents]:
-        """Weight gradients by the name of the parameter."""
-        return self._read(_PARAMETERS)
-
-    @property
-    def activations(self) -> Exponents:
-        """All activation gradients together."""
-        return sum(self.values.values(), NOTHING)
-
-    @property
-    def weights(self) -> Exponents:
-        """All weight gradients together."""
-        return sum(self.parameters.values(), NOTHING)
-
-    @property
-    def largest(self) -> float:
-        """The largest finite magnitude of all.
-
-        Raises:
-            CalibrationError: none was recorded.
-        """
-        largest = max(self.activations.largest, self.weights.largest)
-        if not largest:
-            raise CalibrationError(_NOTHING)
-        return largest
-
-    def suggested_loss_scale(self, *, margin: float = 1.0) -> float:
-        """The largest power of two by which no recorded gradient overflows in float16; ``suggest_loss_scale(largest)``.
-
-        Args:
-            margin: a further factor by which gradients stay below 65504, for those of later steps may be larger.
-
-        Raises:
-            CalibrationError: none was recorded.
-        """
-        return suggest_loss_scale(self.largest, margin=margin)
-
-    def margin(self, loss_scale: float | None = None) -> Margin:
-        """How far all gradients together are from float16's limits, in powers of two. It prints as a sentence.
-
-        Args:
-            loss_scale: a power of two; the suggested one by default.
-
-        Raises:
-            CalibrationError: none was recorded.
-            ValueError: ``loss_scale`` is no power of two.
-        """
-        margin = (self.activations + self.weights).margin(
-            self.suggested_loss_scale() if loss_scale is None else loss_scale
-        )
-        if margin is None:
-            raise CalibrationError(_NOTHING)
-        return margin
-
-    def table(self, loss_scale: float | None = None) -> str:
-        """The counts as text, what becomes of the gradients in float16, and how far they are from its limits.
-
-        Args:
-            loss_scale: a power of two to compare with none; the suggested one by default.
-
-        Raises:
-            CalibrationError: none was recorded.
-            ValueError: ``loss_scale`` is no power of two.
-        """
-        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        return table(self.activations, self.weights, self.values, scale)
-
-    def plot(self, path: str | os.PathLike[str], loss_scale: float | None = None) -> None:
-        """Write a picture of the histogram without a loss scale and with one. Needs the extra ``plot`` (matplotlib).
-
-        Args:
-            path: its ending says the format: ``.png``, ``.svg`` or ``.pdf``.
-            loss_scale: a power of two; the suggested one by default.
-
-        Raises:
-            CalibrationError: none was recorded.
-            MissingExtraError: matplotlib is not installed.
-            ValueError: ``loss_scale`` is no power of two.
-        """
-        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        plot(self.activations, self.weights, scale, path)
-
-    def to_json(self) -> str:
-        """Everything that was recorded as JSON text, by the names of the attributes."""
-        names = ("activations", "weights", _VALUES, _PARAMETERS)
-        return json.dumps(plain_data({name: getattr(self, name) for name in names}), indent=1)
-
-    def _read(self, kind: str) -> dict[str, Exponents]:
-        keys = [key for key in self._tallies if key[0] == kind]
-        histograms: dict[str, Exponents] = {}
-        for (_, name, _), exponents in zip(keys, read_tallies([self._tallies[key] for key in keys]), strict=True):
-            histograms[name] = histograms.get(name, NOTHING) + exponents
-        return histograms
-
-    def record(self, kind: str, name: str, gradient: torch.Tensor) -> None:
-        """Count a gradient; it stays as it is. A hook of ``torch.Tensor.register_hook``."""
-        if not self._is_recording or not gradient.is_floating_point():
-            return
-        elements = gradient.coalesce()._values() if gradient.layout is torch.sparse_coo else local(gradient)
-        key = (kind, name, elements.device)
-        if key not in self._tallies:
-            self._tallies[key] = Tally(elements.device)
-        self._tallies[key].add(elements, self._factor(elements.device))
-
-    def _factor(self, device: torch.device) -> torch.Tensor | None:
-        if isinstance(self._scale, LossScalingOptimizer):
-            scaler = self._scale.loss_scaler
-            return scaler.state(device).scale.to(device).reciprocal() if scaler.rule.is_checked else None
-        scale = self._scale() if callable(self._scale) else self._scale
-        return None if scale == 1.0 else torch.full((), 1 / scale, dtype=torch.float32, device=device)
-
-    def stop(self) -> None:
-        """Count no more, whatever backward passes are still to come."""
-        self._is_recording = False
 
 
 @contextmanager

@@ -16,7 +16,32 @@ from autocastfx.capture.call import arguments_of, batches_of, refuse_scripted, s
 from autocastfx.capture.leave_intact import isolated
 from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """Absolute differences of two models' log probabilities, over the chosen tokens of all batches.
+
+    Attributes:
+        mean: their mean.
+        quantile: the smallest that 99.9 % of them do not exceed.
+        largest: the largest.
+        tokens: how many tokens were compared.
+    """
+
+    mean: float
+    quantile: float
+    largest: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"log probabilities of {self.tokens:,} tokens: {self.mean:.3g} apart on average, at most "
+            f"{self.quantile:.3g} for 99.9 % of them, at most {self.largest:.3g} for all"
+        )
+
+
 # The loss of a model's output, whose gradient is measured.
+
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Inputs = Callable[[Any], Any]
@@ -63,29 +88,6 @@ IGNORED = -100  # a token that does not count, as in torch's cross entropy
 _QUANTILE = 0.999
 
 Model = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class LogprobGap:
-    """Absolute differences of two models' log probabilities, over the chosen tokens of all batches.
-
-    Attributes:
-        mean: their mean.
-        quantile: the smallest that 99.9 % of them do not exceed.
-        largest: the largest.
-        tokens: how many tokens were compared.
-    """
-
-    mean: float
-    quantile: float
-    largest: float
-    tokens: int
-
-    def __str__(self) -> str:
-        return (
-            f"log probabilities of {self.tokens:,} tokens: {self.mean:.3g} apart on average, at most "
-            f"{self.quantile:.3g} for 99.9 % of them, at most {self.largest:.3g} for all"
-        )
 
 
 def logprob_gap(

@@ -29,107 +29,6 @@ from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 from autocastfx.policy.float8 import Product
 from autocastfx.runtime.amp_module import AmpModule
 
-# Replace ops that write into what they read, where no other value shows it: ``relu_`` becomes ``relu``.
-
-
-def write_out_of_place(flat: FlatGraph) -> None:
-    """Replace the ops in ``flat``, in place.
-
-    A storage keeps its writers if one of them has no op to take its place, or if its values from before a write are
-    read later: those show the write.
-
-    Args:
-        flat: a graph; ``flat.ops`` keeps the names that ops had.
-    """
-    order = {node: i for i, node in enumerate(flat.graph.nodes)}
-    for shared in {one.root: one for one in alias_sets(flat.graph).values()}.values():
-        targets = dict(_replaced(shared, order))
-        if targets and None not in targets.values():
-            for writer, target in targets.items():
-                flat.ops[writer] = op_name(writer)
-                writer.target = cast("OpOverload", target)
-
-
-def _replaced(shared: AliasSet, order: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, OpOverload | None]]:
-    """Each writer of a storage, with the op to take its place; None if there is none."""
-    for writer in (node for node in shared.members if mutated_inputs(node)):
-        before = [node for node in shared.members if order[node] < order[writer]]
-        is_seen = any(order[user] > order[writer] for node in before for user in node.users)
-        is_own = shared.root.op == "call_function" and mutated_inputs(writer) == tuple(writer.all_input_nodes[:1])
-        yield writer, None if is_seen or not is_own else _out_of_place(writer)
-
-
-def _out_of_place(writer: fx.Node) -> OpOverload | None:
-    target = cast("OpOverload", writer.target)
-    packet = getattr(getattr(torch.ops, target.namespace), base_name(op_name(writer)), None)
-    overload = getattr(packet, target._overloadname, None)
-    read = {dtype for node in writer.all_input_nodes for dtype in dtypes(node) if dtype.is_floating_point}
-    if not isinstance(overload, OpOverload) or overload is target or read != set(dtypes(writer)):  # it would promote
-        return None
-    ours, theirs = ([argument.name for argument in op._schema.arguments] for op in (target, overload))
-    return overload if ours == theirs else None
-
-
-# Run one node in 16 bits and in float32 on the same rounded inputs: the difference is what its kernel rounds.
-
-_KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
-
-
-def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Return what rounding to ``low`` changes; nothing where the value is infinite.
-
-    Args:
-        value: in float32.
-        low: the 16-bit dtype.
-        scale: a power of two by which the value is multiplied to be held in ``low``.
-    """
-    scaled, most = _times(value, scale), torch.finfo(low).max
-    changed = scaled.clamp(-most, most).to(low).float().sub_(scaled)
-    return changed.nan_to_num_(0.0, 0.0, 0.0).mul_(1 / scale)
-
-
-def saturated(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
-    """Cast as a conversion casts masks: finite numbers beyond the range of ``low`` become its largest."""
-    most = torch.finfo(low).max
-    return torch.where(value.isinf(), value, value.clamp(-most, most)).to(low)
-
-
-def _times(value: torch.Tensor, power_of_two: float) -> torch.Tensor:
-    return value if power_of_two == 1.0 else value * power_of_two
-
-
-def _kept(changed: torch.Tensor) -> torch.Tensor:
-    return changed.to(_KEPT).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
-
-
-def _counted(low: torch.Tensor | None, full: torch.Tensor | None) -> torch.Tensor | None:
-    if low is None or full is None:
-        return None
-    changed = _kept(low - full)
-    return changed if bool(changed.any()) else None
-
-
-@dataclass(frozen=True)
-class Roundings:
-    """The changes that rounding to ``low`` makes to tensors, computed once for each storage."""
-
-    low: torch.dtype
-    _kept: dict[tuple[int, float], torch.Tensor] = field(default_factory=dict[tuple[int, float], torch.Tensor])
-
-    def __call__(self, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return the change, in bfloat16, in the shape of ``value``.
-
-        Args:
-            value: in float32. The caller holds it as long as others are asked for.
-            scale: as for :func:`rounding`.
-        """
-        storage = value.untyped_storage()
-        key = (storage._cdata, scale)
-        if key not in self._kept:
-            whole = value.detach().as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
-            self._kept[key] = _kept(rounding(whole, self.low, scale))
-        return self._kept[key].as_strided(value.size(), value.stride(), value.storage_offset())
-
 
 @dataclass(frozen=True)
 class KernelDifference:
@@ -142,205 +41,6 @@ class KernelDifference:
 
     values: tuple[torch.Tensor | None, ...]
     gradients: tuple[torch.Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The replays of one run.
-
-    Attributes:
-        ports: the inputs that a node takes in float32, and its operator in 16 bits.
-        low: the 16-bit dtype.
-        scale: of the gradients, a power of two: what a loss scale does.
-    """
-
-    ports: Ports
-    low: torch.dtype
-    scale: float = 1.0
-
-    def __call__(
-        self,
-        node: fx.Node,
-        values: Callable[[fx.Node], Any],
-        reads: Sequence[Read],
-        gradients: Sequence[torch.Tensor | None] = (),
-    ) -> KernelDifference:
-        """Run ``node`` twice.
-
-        Args:
-            node: of a captured graph.
-            values: what a node gave in float32.
-            reads: its float32 reads, in order.
-            gradients: the gradient by each float32 tensor that it gives; empty: run forwards alone.
-
-        Raises:
-            Exception: whatever the 16-bit kernel raises.
-        """
-        if draws_random_numbers(node):  # other dtypes draw other numbers
-            made = (_kept(rounding(t, self.low)) for t in _of_float32(values(node)))
-            return KernelDifference(tuple(made), (None,) * len(reads))
-        exact = ((read, values(read.use.node).detach()) for read in reads)
-        is_wide = self.ports.stays_float32
-        inputs = {r.use: t if is_wide(r.node, r.use) else saturated(t, self.low) for r, t in exact}
-        back = [None if g is None else _times(g, self.scale).to(self.low) for g in gradients]
-        low, low_gradients = self._run(node, values, inputs, back, is_low=True)
-        full, full_gradients = self._run(node, values, inputs, back, is_low=False)
-        pairs = zip(low_gradients, full_gradients, strict=True)
-        return KernelDifference(
-            values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
-            gradients=tuple(_counted(x, y) for x, y in pairs),
-        )
-
-    def gradients(
-        self,
-        node: fx.Node,
-        values: Callable[[fx.Node], Any],
-        inputs: Mapping[Use, torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients by ``inputs`` in float32.
-
-        Args:
-            node: as above.
-            values: as above.
-            inputs: what each of its float32 reads gets, in order.
-            gradients: as above.
-        """
-        return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
-
-    def _run(
-        self,
-        node: fx.Node,
-        values: Callable[[fx.Node], Any],
-        inputs: Mapping[Use, torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        is_low: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        wanted, leaves = any(g is not None for g in gradients), list[torch.Tensor]()
-        places = iter(uses(node))
-
-        def take(read: fx.Node) -> Any:
-            use, value = next(places), values(read)
-            if use not in inputs:
-                return value.detach() if isinstance(value, torch.Tensor) else value
-            leaf = inputs[use] if is_low else inputs[use].float()
-            leaves.append(leaf.detach().requires_grad_(wanted))
-            return leaves[-1]
-
-        target = cast("Any", (self.ports.stand_in(node) if is_low else None) or node.target)
-        with torch.inference_mode(False), torch.set_grad_enabled(wanted), torch._C._DisableAutocast():
-            args: Any = tuple(map_arg(argument, take) for argument in node.args)
-            kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
-            made = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-            made = [t for t in made if t.is_floating_point()]
-            leaf_gradients: list[torch.Tensor | None] = [None] * len(leaves)
-            roots = [(t, g) for t, g in zip(made, gradients, strict=False) if g is not None and t.requires_grad]
-            if roots:
-                given = [g.to(t.dtype) for t, g in roots]
-                ends = [t for t, _ in roots]
-                back = cast("Sequence[Any]", torch.autograd.grad(ends, leaves, given, allow_unused=True))
-                leaf_gradients = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
-        return [t.detach().float() for t in made], leaf_gradients
-
-
-# Ops whose gradient switches: a change before a ReLU moves some of its inputs past zero, which no derivative shows.
-
-# Inputs are moved farther than rounding moves them, so that enough of them switch to tell how much it matters. How many
-# switch is proportional to how far they are moved.
-_FARTHER = 8.0
-_MASK = 1000.0  # times a usual value
-
-
-def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
-
-    Zeros are left out, which a ReLU gives for all that is below, and so are masks.
-
-    Args:
-        ops: names of ops.
-        amp_model: converted.
-        args: of the call, by position.
-        kwargs: of the call, by keyword.
-    """
-    if not any(base_name(node.op) in ops for variant in amp_model.variants for node in variant.plan.nodes):
-        return {}
-    errors: dict[str, float] = {}
-    for step in run_side_by_side(None, amp_model, args, kwargs).steps():
-        ours, full = floating(step.value), floating(step.reference)
-        if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
-            continue
-        exact = full[0].float()
-        errors[step.name] = _rms((ours[0].float() - exact)[_is_counted(exact.abs())])
-    return errors
-
-
-def least_error(value: torch.Tensor, low: torch.dtype) -> float:
-    """Return the least root mean square that rounding ``value`` to ``low`` has, zeros and masks left out."""
-    relative = torch.finfo(low).eps / math.sqrt(48)  # just below a power of two
-    return relative * _rms(value[_is_counted(value.abs())])
-
-
-def _rms(values: torch.Tensor) -> float:
-    return math.sqrt(float(values.square().mean())) if values.numel() else 0.0
-
-
-def _is_counted(sizes: torch.Tensor) -> torch.Tensor:
-    """True for the values that are neither 0 nor as large as masks are, which may be more than half of all."""
-    some = sizes[sizes > 0]
-    usual = float(some.kthvalue(len(some) // 4 + 1).values) if len(some) else 0.0
-    return (sizes > 0) & (sizes <= _MASK * usual)
-
-
-def jumps(
-    replay: Replay,
-    node: fx.Node,
-    values: Callable[[fx.Node], Any],
-    reads: Sequence[Read],
-    gradients: Sequence[torch.Tensor | None],
-    error: float,
-) -> dict[int, torch.Tensor]:
-    """Return by how much the gradients by what ``node`` reads switch, for each unit of error there.
-
-    Random changes of size ``error`` of what it reads make the gradients of some elements jump. These jumps, over
-    ``error``, tell what another change does: times that, and added up with random signs, they have the mean square of
-    its share in the jumps, if all changes together have the size ``error``.
-
-    Args:
-        replay: runs the node.
-        node: one whose gradient switches.
-        values: what a node gave in float32.
-        reads: its float32 reads, in order.
-        gradients: the gradient by each float32 tensor that it gives.
-        error: the root mean square of the changes.
-
-    Returns:
-        By the place of a read, in bfloat16.
-    """
-    inputs = {read.use: values(read.use.node).detach() for read in reads}
-    before = replay.gradients(node, values, inputs, gradients)
-    gradient_jumps: dict[int, torch.Tensor] = {}
-    for read in reads:
-        given = inputs[read.use]
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place), device="cpu").to(
-            given.device
-        )
-        moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
-        here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
-        if here is not None and there is not None:
-            gradient_jumps[read.place] = ((there - here) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
-    return gradient_jumps
-
-
-_Sums = dict[tuple[str, str], torch.Tensor]
-_Changes = dict[fx.Node, torch.Tensor]
-
-
-def gradient_scale(largest: float, low: torch.dtype) -> float:
-    """Return a loss scale: the largest power of two that leaves gradients a factor of 16 below ``low``'s range."""
-    if low == torch.bfloat16 or not 0 < largest < math.inf:
-        return 1.0
-    return 2.0 ** max(0, min(24, math.floor(math.log2(torch.finfo(low).max / 16 / largest))))
 
 
 @dataclass
@@ -547,6 +247,307 @@ class NodeEffects:
             products={product.value: columns.get(("products", product.value), zeros) for product in products},
             sizes=ran.sizes if ran is not None else (),
         )
+
+
+# Replace ops that write into what they read, where no other value shows it: ``relu_`` becomes ``relu``.
+
+
+def write_out_of_place(flat: FlatGraph) -> None:
+    """Replace the ops in ``flat``, in place.
+
+    A storage keeps its writers if one of them has no op to take its place, or if its values from before a write are
+    read later: those show the write.
+
+    Args:
+        flat: a graph; ``flat.ops`` keeps the names that ops had.
+    """
+    order = {node: i for i, node in enumerate(flat.graph.nodes)}
+    for shared in {one.root: one for one in alias_sets(flat.graph).values()}.values():
+        targets = dict(_replaced(shared, order))
+        if targets and None not in targets.values():
+            for writer, target in targets.items():
+                flat.ops[writer] = op_name(writer)
+                writer.target = cast("OpOverload", target)
+
+
+def _replaced(shared: AliasSet, order: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, OpOverload | None]]:
+    """Each writer of a storage, with the op to take its place; None if there is none."""
+    for writer in (node for node in shared.members if mutated_inputs(node)):
+        before = [node for node in shared.members if order[node] < order[writer]]
+        is_seen = any(order[user] > order[writer] for node in before for user in node.users)
+        is_own = shared.root.op == "call_function" and mutated_inputs(writer) == tuple(writer.all_input_nodes[:1])
+        yield writer, None if is_seen or not is_own else _out_of_place(writer)
+
+
+def _out_of_place(writer: fx.Node) -> OpOverload | None:
+    target = cast("OpOverload", writer.target)
+    packet = getattr(getattr(torch.ops, target.namespace), base_name(op_name(writer)), None)
+    overload = getattr(packet, target._overloadname, None)
+    read = {dtype for node in writer.all_input_nodes for dtype in dtypes(node) if dtype.is_floating_point}
+    if not isinstance(overload, OpOverload) or overload is target or read != set(dtypes(writer)):  # it would promote
+        return None
+    ours, theirs = ([argument.name for argument in op._schema.arguments] for op in (target, overload))
+    return overload if ours == theirs else None
+
+
+# Run one node in 16 bits and in float32 on the same rounded inputs: the difference is what its kernel rounds.
+
+_KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
+
+
+def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Return what rounding to ``low`` changes; nothing where the value is infinite.
+
+    Args:
+        value: in float32.
+        low: the 16-bit dtype.
+        scale: a power of two by which the value is multiplied to be held in ``low``.
+    """
+    scaled, most = _times(value, scale), torch.finfo(low).max
+    changed = scaled.clamp(-most, most).to(low).float().sub_(scaled)
+    return changed.nan_to_num_(0.0, 0.0, 0.0).mul_(1 / scale)
+
+
+def saturated(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
+    """Cast as a conversion casts masks: finite numbers beyond the range of ``low`` become its largest."""
+    most = torch.finfo(low).max
+    return torch.where(value.isinf(), value, value.clamp(-most, most)).to(low)
+
+
+def _times(value: torch.Tensor, power_of_two: float) -> torch.Tensor:
+    return value if power_of_two == 1.0 else value * power_of_two
+
+
+def _kept(changed: torch.Tensor) -> torch.Tensor:
+    return changed.to(_KEPT).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
+
+
+def _counted(low: torch.Tensor | None, full: torch.Tensor | None) -> torch.Tensor | None:
+    if low is None or full is None:
+        return None
+    changed = _kept(low - full)
+    return changed if bool(changed.any()) else None
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """The changes that rounding to ``low`` makes to tensors, computed once for each storage."""
+
+    low: torch.dtype
+    _kept: dict[tuple[int, float], torch.Tensor] = field(default_factory=dict[tuple[int, float], torch.Tensor])
+
+    def __call__(self, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return the change, in bfloat16, in the shape of ``value``.
+
+        Args:
+            value: in float32. The caller holds it as long as others are asked for.
+            scale: as for :func:`rounding`.
+        """
+        storage = value.untyped_storage()
+        key = (storage._cdata, scale)
+        if key not in self._kept:
+            whole = value.detach().as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
+            self._kept[key] = _kept(rounding(whole, self.low, scale))
+        return self._kept[key].as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The replays of one run.
+
+    Attributes:
+        ports: the inputs that a node takes in float32, and its operator in 16 bits.
+        low: the 16-bit dtype.
+        scale: of the gradients, a power of two: what a loss scale does.
+    """
+
+    ports: Ports
+    low: torch.dtype
+    scale: float = 1.0
+
+    def __call__(
+        self,
+        node: fx.Node,
+        values: Callable[[fx.Node], Any],
+        reads: Sequence[Read],
+        gradients: Sequence[torch.Tensor | None] = (),
+    ) -> KernelDifference:
+        """Run ``node`` twice.
+
+        Args:
+            node: of a captured graph.
+            values: what a node gave in float32.
+            reads: its float32 reads, in order.
+            gradients: the gradient by each float32 tensor that it gives; empty: run forwards alone.
+
+        Raises:
+            Exception: whatever the 16-bit kernel raises.
+        """
+        if draws_random_numbers(node):  # other dtypes draw other numbers
+            made = (_kept(rounding(t, self.low)) for t in _of_float32(values(node)))
+            return KernelDifference(tuple(made), (None,) * len(reads))
+        exact = ((read, values(read.use.node).detach()) for read in reads)
+        is_wide = self.ports.stays_float32
+        inputs = {r.use: t if is_wide(r.node, r.use) else saturated(t, self.low) for r, t in exact}
+        back = [None if g is None else _times(g, self.scale).to(self.low) for g in gradients]
+        low, low_gradients = self._run(node, values, inputs, back, is_low=True)
+        full, full_gradients = self._run(node, values, inputs, back, is_low=False)
+        pairs = zip(low_gradients, full_gradients, strict=True)
+        return KernelDifference(
+            values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
+            gradients=tuple(_counted(x, y) for x, y in pairs),
+        )
+
+    def gradients(
+        self,
+        node: fx.Node,
+        values: Callable[[fx.Node], Any],
+        inputs: Mapping[Use, torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients by ``inputs`` in float32.
+
+        Args:
+            node: as above.
+            values: as above.
+            inputs: what each of its float32 reads gets, in order.
+            gradients: as above.
+        """
+        return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
+
+    def _run(
+        self,
+        node: fx.Node,
+        values: Callable[[fx.Node], Any],
+        inputs: Mapping[Use, torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        is_low: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        wanted, leaves = any(g is not None for g in gradients), list[torch.Tensor]()
+        places = iter(uses(node))
+
+        def take(read: fx.Node) -> Any:
+            use, value = next(places), values(read)
+            if use not in inputs:
+                return value.detach() if isinstance(value, torch.Tensor) else value
+            leaf = inputs[use] if is_low else inputs[use].float()
+            leaves.append(leaf.detach().requires_grad_(wanted))
+            return leaves[-1]
+
+        target = cast("Any", (self.ports.stand_in(node) if is_low else None) or node.target)
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted), torch._C._DisableAutocast():
+            args: Any = tuple(map_arg(argument, take) for argument in node.args)
+            kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
+            made = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+            made = [t for t in made if t.is_floating_point()]
+            leaf_gradients: list[torch.Tensor | None] = [None] * len(leaves)
+            roots = [(t, g) for t, g in zip(made, gradients, strict=False) if g is not None and t.requires_grad]
+            if roots:
+                given = [g.to(t.dtype) for t, g in roots]
+                ends = [t for t, _ in roots]
+                back = cast("Sequence[Any]", torch.autograd.grad(ends, leaves, given, allow_unused=True))
+                leaf_gradients = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
+        return [t.detach().float() for t in made], leaf_gradients
+
+
+# Ops whose gradient switches: a change before a ReLU moves some of its inputs past zero, which no derivative shows.
+
+# Inputs are moved farther than rounding moves them, so that enough of them switch to tell how much it matters. How many
+# switch is proportional to how far they are moved.
+_FARTHER = 8.0
+_MASK = 1000.0  # times a usual value
+
+
+def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
+
+    Zeros are left out, which a ReLU gives for all that is below, and so are masks.
+
+    Args:
+        ops: names of ops.
+        amp_model: converted.
+        args: of the call, by position.
+        kwargs: of the call, by keyword.
+    """
+    if not any(base_name(node.op) in ops for variant in amp_model.variants for node in variant.plan.nodes):
+        return {}
+    errors: dict[str, float] = {}
+    for step in run_side_by_side(None, amp_model, args, kwargs).steps():
+        ours, full = floating(step.value), floating(step.reference)
+        if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
+            continue
+        exact = full[0].float()
+        errors[step.name] = _rms((ours[0].float() - exact)[_is_counted(exact.abs())])
+    return errors
+
+
+def least_error(value: torch.Tensor, low: torch.dtype) -> float:
+    """Return the least root mean square that rounding ``value`` to ``low`` has, zeros and masks left out."""
+    relative = torch.finfo(low).eps / math.sqrt(48)  # just below a power of two
+    return relative * _rms(value[_is_counted(value.abs())])
+
+
+def _rms(values: torch.Tensor) -> float:
+    return math.sqrt(float(values.square().mean())) if values.numel() else 0.0
+
+
+def _is_counted(sizes: torch.Tensor) -> torch.Tensor:
+    """True for the values that are neither 0 nor as large as masks are, which may be more than half of all."""
+    some = sizes[sizes > 0]
+    usual = float(some.kthvalue(len(some) // 4 + 1).values) if len(some) else 0.0
+    return (sizes > 0) & (sizes <= _MASK * usual)
+
+
+def jumps(
+    replay: Replay,
+    node: fx.Node,
+    values: Callable[[fx.Node], Any],
+    reads: Sequence[Read],
+    gradients: Sequence[torch.Tensor | None],
+    error: float,
+) -> dict[int, torch.Tensor]:
+    """Return by how much the gradients by what ``node`` reads switch, for each unit of error there.
+
+    Random changes of size ``error`` of what it reads make the gradients of some elements jump. These jumps, over
+    ``error``, tell what another change does: times that, and added up with random signs, they have the mean square of
+    its share in the jumps, if all changes together have the size ``error``.
+
+    Args:
+        replay: runs the node.
+        node: one whose gradient switches.
+        values: what a node gave in float32.
+        reads: its float32 reads, in order.
+        gradients: the gradient by each float32 tensor that it gives.
+        error: the root mean square of the changes.
+
+    Returns:
+        By the place of a read, in bfloat16.
+    """
+    inputs = {read.use: values(read.use.node).detach() for read in reads}
+    before = replay.gradients(node, values, inputs, gradients)
+    gradient_jumps: dict[int, torch.Tensor] = {}
+    for read in reads:
+        given = inputs[read.use]
+        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place), device="cpu").to(
+            given.device
+        )
+        moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
+        here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
+        if here is not None and there is not None:
+            gradient_jumps[read.place] = ((there - here) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
+    return gradient_jumps
+
+
+_Sums = dict[tuple[str, str], torch.Tensor]
+_Changes = dict[fx.Node, torch.Tensor]
+
+
+def gradient_scale(largest: float, low: torch.dtype) -> float:
+    """Return a loss scale: the largest power of two that leaves gradients a factor of 16 below ``low``'s range."""
+    if low == torch.bfloat16 or not 0 < largest < math.inf:
+        return 1.0
+    return 2.0 ** max(0, min(24, math.floor(math.log2(torch.finfo(low).max / 16 / largest))))
 
 
 def _of_float32(value: Any) -> list[torch.Tensor]:

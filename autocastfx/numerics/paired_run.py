@@ -34,7 +34,95 @@ from autocastfx.runtime.captures import Captures
 from autocastfx.runtime.operators.float8 import float8_linear
 from autocastfx.runtime.variant import Variant
 
+
+@dataclass(frozen=True)
+class PairedRun:
+    """One call.
+
+    Attributes:
+        variant: what runs.
+        low: the converted graph.
+        full: the captured one; None where it is not at hand.
+        twins: node of the captured graph by node of the converted one, in the order of both.
+        unmatched: how many computing nodes have no counterpart in the other graph.
+        ask: see ``Step.before``.
+    """
+
+    variant: Variant
+    low: Side
+    full: Side | None
+    twins: Mapping[fx.Node, fx.Node]
+    unmatched: int
+    ask: Callable[[Any], Any]
+
+    @property
+    def names(self) -> Mapping[fx.Node, str]:
+        """Names of the nodes of the converted graph, as in the plan."""
+        return self.low.flat.names
+
+    @property
+    def tapes(self) -> tuple[Tape, ...]:
+        """Of the converted graph and of the captured one; none of a run without gradients."""
+        return tuple(side.tape for side in (self.low, self.full) if side is not None and side.tape is not None)
+
+    def steps(self) -> Generator[Step]:
+        """Run both graphs, once; outputs are kept. Random numbers are left as they were."""
+        with random_numbers_kept():
+            for node in self.low.ahead:
+                if node.op == "output":
+                    break
+                yield self._step(node)
+                self.low.release(node)
+                if node in self.twins and self.full is not None:
+                    self.full.release(self.twins[node])
+
+    def _step(self, node: fx.Node) -> Step:
+        twin = self.twins.get(node)
+        with self.modes():
+            asked = tuple(self.ask(self.low.env[read]) for read in node.all_input_nodes)
+            with self.low.random():
+                value = self._run(node)
+            if self.full is not None and twin is not None:
+                self.full.run_up_to(twin)
+        reference = self.full.env[twin] if self.full is not None and twin is not None else None
+        return Step(self.names[node], node, value, asked, twin, reference)
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return self.low.run_one(node)
+        except Exception as error:  # whatever a kernel raises
+            raise NodeError(self._raised(node, error)) from error
+
+    def _raised(self, node: fx.Node, error: Exception) -> str:
+        name, line = self.names[node], source_line(stack_trace(node))
+        entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
+        where = f"in module {module_path(node) or '(root)'}"
+        runs = f"It runs {entry.placement.run.in_words}: {because_of(entry)}. " if entry is not None else ""
+        fix = op_list_for([entry]) if entry is not None else ""
+        advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
+        words = next(iter(str(error).splitlines()), "")
+        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {words}".rstrip(".: ")
+        return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
+
+    def outputs(self) -> Iterator[Any]:
+        """Both graphs' outputs, nested as the model's, after all steps; the graphs forget them."""
+        for side in (self.low, self.full):
+            if side is None:
+                continue
+            with random_numbers_kept(), self.modes():
+                given = side.outputs()
+            yield self.variant.output(given, side.call.tensors)
+
+    @contextmanager
+    def modes(self) -> Generator[None]:
+        """In which the graphs run."""
+        gradients = self.low.tape is not None
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch._C._DisableAutocast():
+            yield
+
+
 # Record what a backward pass needs to hand out the gradients of a graph's values.
+
 
 _now: Any = cast("Any", torch.autograd)._get_sequence_nr
 
@@ -169,92 +257,6 @@ class Step:
     before: tuple[Any, ...]
     twin: fx.Node | None
     reference: Any
-
-
-@dataclass(frozen=True)
-class PairedRun:
-    """One call.
-
-    Attributes:
-        variant: what runs.
-        low: the converted graph.
-        full: the captured one; None where it is not at hand.
-        twins: node of the captured graph by node of the converted one, in the order of both.
-        unmatched: how many computing nodes have no counterpart in the other graph.
-        ask: see ``Step.before``.
-    """
-
-    variant: Variant
-    low: Side
-    full: Side | None
-    twins: Mapping[fx.Node, fx.Node]
-    unmatched: int
-    ask: Callable[[Any], Any]
-
-    @property
-    def names(self) -> Mapping[fx.Node, str]:
-        """Names of the nodes of the converted graph, as in the plan."""
-        return self.low.flat.names
-
-    @property
-    def tapes(self) -> tuple[Tape, ...]:
-        """Of the converted graph and of the captured one; none of a run without gradients."""
-        return tuple(side.tape for side in (self.low, self.full) if side is not None and side.tape is not None)
-
-    def steps(self) -> Generator[Step]:
-        """Run both graphs, once; outputs are kept. Random numbers are left as they were."""
-        with random_numbers_kept():
-            for node in self.low.ahead:
-                if node.op == "output":
-                    break
-                yield self._step(node)
-                self.low.release(node)
-                if node in self.twins and self.full is not None:
-                    self.full.release(self.twins[node])
-
-    def _step(self, node: fx.Node) -> Step:
-        twin = self.twins.get(node)
-        with self.modes():
-            asked = tuple(self.ask(self.low.env[read]) for read in node.all_input_nodes)
-            with self.low.random():
-                value = self._run(node)
-            if self.full is not None and twin is not None:
-                self.full.run_up_to(twin)
-        reference = self.full.env[twin] if self.full is not None and twin is not None else None
-        return Step(self.names[node], node, value, asked, twin, reference)
-
-    def _run(self, node: fx.Node) -> Any:
-        try:
-            return self.low.run_one(node)
-        except Exception as error:  # whatever a kernel raises
-            raise NodeError(self._raised(node, error)) from error
-
-    def _raised(self, node: fx.Node, error: Exception) -> str:
-        name, line = self.names[node], source_line(stack_trace(node))
-        entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
-        where = f"in module {module_path(node) or '(root)'}"
-        runs = f"It runs {entry.placement.run.in_words}: {because_of(entry)}. " if entry is not None else ""
-        fix = op_list_for([entry]) if entry is not None else ""
-        advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
-        words = next(iter(str(error).splitlines()), "")
-        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {words}".rstrip(".: ")
-        return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
-
-    def outputs(self) -> Iterator[Any]:
-        """Both graphs' outputs, nested as the model's, after all steps; the graphs forget them."""
-        for side in (self.low, self.full):
-            if side is None:
-                continue
-            with random_numbers_kept(), self.modes():
-                given = side.outputs()
-            yield self.variant.output(given, side.call.tensors)
-
-    @contextmanager
-    def modes(self) -> Generator[None]:
-        """In which the graphs run."""
-        gradients = self.low.tape is not None
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch._C._DisableAutocast():
-            yield
 
 
 def run_side_by_side(

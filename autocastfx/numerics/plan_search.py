@@ -27,6 +27,205 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, without its casts: as it was cut, without rules yet; or as it follows from rules."""
+
+    point: Point
+    plan: Plan
+    rules: OpList | None = None
+
+    @classmethod
+    def of(cls, name: str, plan: Plan, rules: OpList | None = None) -> Found:
+        """Return a plan with the point that it predicts."""
+        return cls(Point(name, plan.traffic.moved, plan.error or 0.0), plan, rules)
+
+    @property
+    def key(self) -> Point:
+        """What was predicted: two plans that agree in all of it are taken for one."""
+        return replace(self.point, name="", measured=None)
+
+    def expected(self, ratio: float) -> Point:
+        """Return the point with the error that it should have, if measured errors are so many times predicted ones."""
+        return replace(self.point, measured=ratio * self.point.predicted)
+
+
+@dataclass
+class PlanSearch:
+    """One search for a placement.
+
+    Attributes:
+        base: converted by the list to start from.
+        variant: of it, the one that was measured.
+        prices: what was measured, and the time of products.
+        low: the 16-bit dtype.
+        start: the plan of the list to start from, with its predicted errors.
+        cuts: by the price of an error, the best plan.
+    """
+
+    decades: ClassVar[range] = range(-3, 4)  # of the price of an error, around that at which it costs what all bytes do
+    fills: ClassVar[bool] = False  # a candidate, when it is said, up to the error that it may have
+
+    base: AmpModule
+    variant: Variant
+    prices: Prices
+    low: torch.dtype
+    start: Plan = field(init=False)
+    cuts: dict[float, Found] = field(init=False, default_factory=dict[float, Found])
+
+    def __post_init__(self) -> None:
+        self.start = self._plan_of(self.converter)
+
+    @property
+    def converter(self) -> Converter:
+        """The converter of the list to start from, which predicts errors."""
+        return replace(cast("Converter", self.base._original.converter), prices=self.prices)
+
+    @property
+    def effects(self) -> Mapping[Key, Effect]:
+        """The measured effects of the nodes of the variant."""
+        return self.prices.sensitivity.effects_in(mode_of(captured_of(self.variant).training))
+
+    @property
+    def unit(self) -> float:
+        """The price of a squared error at which that of the start costs what all its bytes do."""
+        return self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
+
+    def started(self, measured: float) -> Point:
+        """Return the point of the list to start from, whose error was measured."""
+        return replace(Found.of("start", self.start).point, measured=measured)
+
+    def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
+        """Find candidates near the limit, measure the most promising of them, and choose.
+
+        Returns:
+            The best plan within the limit, with its casts, and the points of all that were looked at.
+
+        Raises:
+            SensitivityError: no plan keeps the limit.
+        """
+        ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
+        candidates = self._candidates(limit, ratios[0])
+        tried: list[Found] = []
+        while len(tried) < _MOST_MEASURED and (following := _next(candidates, limit, ratios, tried)) is not None:
+            candidates.remove(following)
+            said = self._said(following, (limit.error or 0.0) / (ratios[-1] if tried else 1.0))
+            is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
+            if is_over or any(one.key == said.key for one in tried):
+                continue
+            again = convert_captured(self.base, self._with(said.rules or OpList()))
+            point = replace(said.point, measured=judge(cast("AmpModule", again), self.low))
+            tried.append(replace(said, point=point))
+            if self.fills and not limit.keeps(point):
+                candidates.append(following)
+            if point.predicted and math.isfinite(point.error):
+                ratios.append(point.error / point.predicted)
+        tried.append(Found(started, self.start, OpList(name="tuned")))
+        front = dict.fromkeys(one.point for one in self.cuts.values())
+        kept = [one for one in tried if limit.keeps(one.point)]
+        if not kept:
+            measured = [one.point for one in tried]
+            nearest = min(measured, key=lambda p: p.error) if limit.bytes is None else min(front, key=lambda p: p.bytes)
+            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {nearest}.")
+        best = min(kept, key=lambda one: limit.rank(one.point))
+        complete = self.complete(best.rules or OpList()).plan
+        return replace(best, plan=complete), [*front, *(one.point for one in tried)]
+
+    def complete(self, rules: OpList) -> Variant:
+        """Convert by rules laid over the list to start from."""
+        return self.base._variant_by(self._with(rules), self.variant)
+
+    def _with(self, rules: OpList) -> Converter:
+        return replace(self.converter, op_list=self.converter.op_list.merged(rules))
+
+    def _plan_of(self, converter: Converter) -> Plan:
+        return self.base._plan_by(converter, self.variant)
+
+    def _at(self, price: float) -> Found:
+        """Find the best plan at a price of an error."""
+        if price not in self.cuts:
+            self.cuts[price] = self._found_at(price)
+        return self.cuts[price]
+
+    def _found_at(self, price: float) -> Found:
+        return Found.of("cut", self._cut(OpList(), price))
+
+    def _cut(self, rules: OpList, price: float) -> Plan:
+        """Find the placement of fewest bytes, by further rules and at a price of an error."""
+        return self._plan_of(replace(self._with(rules), prices=replace(self.prices, per_error=price)))
+
+    def _candidates(self, limit: Limit, ratio: float) -> list[Found]:
+        """The best cuts within a limit, the nearest beyond it, and plans between cuts that use more of the limit."""
+        self._sweep(limit)
+        distinct = {one.key: one for _, one in sorted(self.cuts.items())}
+        cuts = sorted(distinct.values(), key=lambda one: one.point.bytes)
+        between = [Found.of("", plan) for plan in self._between(limit)]
+        return [*_around(cuts, limit, ratio), *between, *self._filled([*cuts, *between[-1:]], limit, ratio)]
+
+    def _sweep(self, limit: Limit) -> None:
+        if limit.bytes is not None:
+            self._at(0.0)  # the fewest bytes of all
+        for decade in self.decades:
+            self._at(self.unit * 10.0**decade)
+        self._reach(limit)
+        self._refine(limit)
+
+    def _reach(self, limit: Limit) -> None:
+        """Raise the price until the limit is passed: if the start's error is large, it says little of other plans'."""
+        for decade in range(self.decades.stop, _LAST_DECADE):
+            dearest = self.cuts[max(self.cuts)].point
+            if not dearest.error or limit.keeps(dearest) == (limit.error is not None):
+                return
+            self._at(self.unit * 10.0**decade)
+
+    def _refine(self, limit: Limit) -> None:
+        """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""
+        while len(self.cuts) < _MOST_CUTS:
+            points = [(price, one.point) for price, one in sorted(self.cuts.items())]
+            gaps = {  # the area of the front between two plans; 0 if they are equal
+                (a, b): (
+                    limit.keeps(p) != limit.keeps(q),
+                    abs(limit.cost(p) - limit.cost(q)) * abs(p.predicted - q.predicted),
+                )
+                for (a, p), (b, q) in itertools.pairwise(points)
+                if b > _CLOSE * a > 0
+            }
+            first, last = max(gaps, key=gaps.__getitem__, default=(1.0, 1.0))
+            if not gaps.get((first, last), (False, 0.0))[1]:
+                return
+            self._at(math.sqrt(first * last))
+
+    def _between(self, limit: Limit) -> Iterator[Plan]:
+        """For a limit of bytes, cut plans anew, from the dearest cut within it."""
+        within = [price for price, one in self.cuts.items() if price and limit.keeps(one.point)]
+        if limit.bytes is not None and within:
+            yield from cut_between(self.cuts[max(within)].plan, max(within), limit.bytes, self._cut)
+
+    def _filled(self, cuts: Sequence[Found], limit: Limit, ratio: float) -> Iterator[Found]:
+        """Fill the dearest plans within a limit of bytes; for a limit of errors, the dearest plans beyond it."""
+        within = [one for one in cuts if limit.keeps(one.expected(ratio))]
+        if limit.bytes is not None:
+            starts, most = within, limit.bytes
+        else:
+            starts = [one for one in cuts if one not in within]
+            most = min((one.point.bytes for one in within), default=math.inf) - 1
+        for start in starts[-_MOST_FILLED:]:
+            said = self._placed(start.plan)
+            for plan in filled(said.rules or OpList(), said.plan, most, lambda r: self._plan_of(self._with(r))):
+                yield (found := Found.of("tuned", plan))
+                if limit.error is not None and limit.keeps(found.expected(ratio)):
+                    break
+
+    def _said(self, found: Found, error: float) -> Found:
+        """Say a candidate as rules, if it is not said yet; ``error`` is the predicted one that it may have."""
+        return found if found.rules is not None else self._placed(found.plan)
+
+    def _placed(self, plan: Plan) -> Found:
+        rules, tuned = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
+        return Found.of("tuned", tuned, rules)
+
+
 # The cost and the error of a plan, and the limit that a user sets for one of the two.
 
 
@@ -324,204 +523,6 @@ _LAST_DECADE = 9
 _SLACK = 1.25  # an error predicted to be larger by this factor may yet be smaller
 _CLOSE = 1.05  # prices that are not told apart
 _MOST_FILLED = 4  # plans
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan, without its casts: as it was cut, without rules yet; or as it follows from rules."""
-
-    point: Point
-    plan: Plan
-    rules: OpList | None = None
-
-    @classmethod
-    def of(cls, name: str, plan: Plan, rules: OpList | None = None) -> Found:
-        """Return a plan with the point that it predicts."""
-        return cls(Point(name, plan.traffic.moved, plan.error or 0.0), plan, rules)
-
-    @property
-    def key(self) -> Point:
-        """What was predicted: two plans that agree in all of it are taken for one."""
-        return replace(self.point, name="", measured=None)
-
-    def expected(self, ratio: float) -> Point:
-        """Return the point with the error that it should have, if measured errors are so many times predicted ones."""
-        return replace(self.point, measured=ratio * self.point.predicted)
-
-
-@dataclass
-class PlanSearch:
-    """One search for a placement.
-
-    Attributes:
-        base: converted by the list to start from.
-        variant: of it, the one that was measured.
-        prices: what was measured, and the time of products.
-        low: the 16-bit dtype.
-        start: the plan of the list to start from, with its predicted errors.
-        cuts: by the price of an error, the best plan.
-    """
-
-    decades: ClassVar[range] = range(-3, 4)  # of the price of an error, around that at which it costs what all bytes do
-    fills: ClassVar[bool] = False  # a candidate, when it is said, up to the error that it may have
-
-    base: AmpModule
-    variant: Variant
-    prices: Prices
-    low: torch.dtype
-    start: Plan = field(init=False)
-    cuts: dict[float, Found] = field(init=False, default_factory=dict[float, Found])
-
-    def __post_init__(self) -> None:
-        self.start = self._plan_of(self.converter)
-
-    @property
-    def converter(self) -> Converter:
-        """The converter of the list to start from, which predicts errors."""
-        return replace(cast("Converter", self.base._original.converter), prices=self.prices)
-
-    @property
-    def effects(self) -> Mapping[Key, Effect]:
-        """The measured effects of the nodes of the variant."""
-        return self.prices.sensitivity.effects_in(mode_of(captured_of(self.variant).training))
-
-    @property
-    def unit(self) -> float:
-        """The price of a squared error at which that of the start costs what all its bytes do."""
-        return self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
-
-    def started(self, measured: float) -> Point:
-        """Return the point of the list to start from, whose error was measured."""
-        return replace(Found.of("start", self.start).point, measured=measured)
-
-    def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
-        """Find candidates near the limit, measure the most promising of them, and choose.
-
-        Returns:
-            The best plan within the limit, with its casts, and the points of all that were looked at.
-
-        Raises:
-            SensitivityError: no plan keeps the limit.
-        """
-        ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
-        candidates = self._candidates(limit, ratios[0])
-        tried: list[Found] = []
-        while len(tried) < _MOST_MEASURED and (following := _next(candidates, limit, ratios, tried)) is not None:
-            candidates.remove(following)
-            said = self._said(following, (limit.error or 0.0) / (ratios[-1] if tried else 1.0))
-            is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
-            if is_over or any(one.key == said.key for one in tried):
-                continue
-            again = convert_captured(self.base, self._with(said.rules or OpList()))
-            point = replace(said.point, measured=judge(cast("AmpModule", again), self.low))
-            tried.append(replace(said, point=point))
-            if self.fills and not limit.keeps(point):
-                candidates.append(following)
-            if point.predicted and math.isfinite(point.error):
-                ratios.append(point.error / point.predicted)
-        tried.append(Found(started, self.start, OpList(name="tuned")))
-        front = dict.fromkeys(one.point for one in self.cuts.values())
-        kept = [one for one in tried if limit.keeps(one.point)]
-        if not kept:
-            measured = [one.point for one in tried]
-            nearest = min(measured, key=lambda p: p.error) if limit.bytes is None else min(front, key=lambda p: p.bytes)
-            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {nearest}.")
-        best = min(kept, key=lambda one: limit.rank(one.point))
-        complete = self.complete(best.rules or OpList()).plan
-        return replace(best, plan=complete), [*front, *(one.point for one in tried)]
-
-    def complete(self, rules: OpList) -> Variant:
-        """Convert by rules laid over the list to start from."""
-        return self.base._variant_by(self._with(rules), self.variant)
-
-    def _with(self, rules: OpList) -> Converter:
-        return replace(self.converter, op_list=self.converter.op_list.merged(rules))
-
-    def _plan_of(self, converter: Converter) -> Plan:
-        return self.base._plan_by(converter, self.variant)
-
-    def _at(self, price: float) -> Found:
-        """Find the best plan at a price of an error."""
-        if price not in self.cuts:
-            self.cuts[price] = self._found_at(price)
-        return self.cuts[price]
-
-    def _found_at(self, price: float) -> Found:
-        return Found.of("cut", self._cut(OpList(), price))
-
-    def _cut(self, rules: OpList, price: float) -> Plan:
-        """Find the placement of fewest bytes, by further rules and at a price of an error."""
-        return self._plan_of(replace(self._with(rules), prices=replace(self.prices, per_error=price)))
-
-    def _candidates(self, limit: Limit, ratio: float) -> list[Found]:
-        """The best cuts within a limit, the nearest beyond it, and plans between cuts that use more of the limit."""
-        self._sweep(limit)
-        distinct = {one.key: one for _, one in sorted(self.cuts.items())}
-        cuts = sorted(distinct.values(), key=lambda one: one.point.bytes)
-        between = [Found.of("", plan) for plan in self._between(limit)]
-        return [*_around(cuts, limit, ratio), *between, *self._filled([*cuts, *between[-1:]], limit, ratio)]
-
-    def _sweep(self, limit: Limit) -> None:
-        if limit.bytes is not None:
-            self._at(0.0)  # the fewest bytes of all
-        for decade in self.decades:
-            self._at(self.unit * 10.0**decade)
-        self._reach(limit)
-        self._refine(limit)
-
-    def _reach(self, limit: Limit) -> None:
-        """Raise the price until the limit is passed: if the start's error is large, it says little of other plans'."""
-        for decade in range(self.decades.stop, _LAST_DECADE):
-            dearest = self.cuts[max(self.cuts)].point
-            if not dearest.error or limit.keeps(dearest) == (limit.error is not None):
-                return
-            self._at(self.unit * 10.0**decade)
-
-    def _refine(self, limit: Limit) -> None:
-        """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""
-        while len(self.cuts) < _MOST_CUTS:
-            points = [(price, one.point) for price, one in sorted(self.cuts.items())]
-            gaps = {  # the area of the front between two plans; 0 if they are equal
-                (a, b): (
-                    limit.keeps(p) != limit.keeps(q),
-                    abs(limit.cost(p) - limit.cost(q)) * abs(p.predicted - q.predicted),
-                )
-                for (a, p), (b, q) in itertools.pairwise(points)
-                if b > _CLOSE * a > 0
-            }
-            first, last = max(gaps, key=gaps.__getitem__, default=(1.0, 1.0))
-            if not gaps.get((first, last), (False, 0.0))[1]:
-                return
-            self._at(math.sqrt(first * last))
-
-    def _between(self, limit: Limit) -> Iterator[Plan]:
-        """For a limit of bytes, cut plans anew, from the dearest cut within it."""
-        within = [price for price, one in self.cuts.items() if price and limit.keeps(one.point)]
-        if limit.bytes is not None and within:
-            yield from cut_between(self.cuts[max(within)].plan, max(within), limit.bytes, self._cut)
-
-    def _filled(self, cuts: Sequence[Found], limit: Limit, ratio: float) -> Iterator[Found]:
-        """Fill the dearest plans within a limit of bytes; for a limit of errors, the dearest plans beyond it."""
-        within = [one for one in cuts if limit.keeps(one.expected(ratio))]
-        if limit.bytes is not None:
-            starts, most = within, limit.bytes
-        else:
-            starts = [one for one in cuts if one not in within]
-            most = min((one.point.bytes for one in within), default=math.inf) - 1
-        for start in starts[-_MOST_FILLED:]:
-            said = self._placed(start.plan)
-            for plan in filled(said.rules or OpList(), said.plan, most, lambda r: self._plan_of(self._with(r))):
-                yield (found := Found.of("tuned", plan))
-                if limit.error is not None and limit.keeps(found.expected(ratio)):
-                    break
-
-    def _said(self, found: Found, error: float) -> Found:
-        """Say a candidate as rules, if it is not said yet; ``error`` is the predicted one that it may have."""
-        return found if found.rules is not None else self._placed(found.plan)
-
-    def _placed(self, plan: Plan) -> Found:
-        rules, tuned = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
-        return Found.of("tuned", tuned, rules)
 
 
 def _next(candidates: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]) -> Found | None:

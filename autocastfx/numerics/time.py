@@ -36,6 +36,81 @@ _MATTERS = 0.05  # the share of a side's time from which an op is worth a senten
 _SLEEPS = 0.7  # the kernels' share of the time below which a GPU waits for the host
 
 
+def time(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    dtype: DType | None = None,
+    op_list: OpListLike = "default",
+    inputs: Inputs | None = None,
+    rounds: int = 15,
+    compiled: bool = False,
+    progress: Progress = None,
+    **options: Any,
+) -> Timing:
+    """Time a model in float32, under torch.autocast, and converted, on this machine; say where the time goes.
+
+    The sides are converted and compiled first, and then take turns, each round starting with another, so that other
+    load affects all alike. A call in training mode is forward, loss and gradients of the parameters, without an
+    optimizer; in evaluation, forward without gradients. Attributes, buffers, gradients and the random states are as
+    before.
+
+    Args:
+        model: a float32 model, where it should run.
+        batches: as for :func:`calibrate`; the first is the call that is timed.
+        loss_fn: of the output and the batch, one number; by default the loss that the output holds, or else the mean of
+            its tensors.
+        dtype: as for :func:`convert`.
+        op_list: as for :func:`convert`.
+        inputs: gives the part of a batch that the model takes, where a batch holds targets too.
+        rounds: how often each side is timed, at least 2.
+        compiled: also time torch.autocast and the conversion under ``torch.compile``, which takes a minute or more.
+        progress: as for :func:`calibrate`.
+        **options: further arguments of :func:`convert`, for each conversion.
+
+    Raises:
+        CalibrationError: there are no batches.
+        CaptureError: the model cannot be captured.
+        SensitivityError: a batch does not fit the model, or its loss is no single number.
+        UnsupportedError: the model is converted already; or a side fails, which it names.
+        ValueError: ``rounds`` is below 2.
+    """
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: time the original, which is then converted.")
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 2:
+        raise ArgumentError(f"rounds is a whole number from 2 on, not {rounds!r}")
+    batch = next(batches_of(batches), None)
+    if batch is None:
+        raise CalibrationError("there are no batches to time. An iterator can be read only once.")
+    args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
+    check_fits(model, args, kwargs)
+    device = device_of(model, args, kwargs)
+    low = chosen_dtype(dtype, device)
+    with _left_as_it_is(model):
+        is_trained = model.training and any(p.requires_grad for p in model.parameters())
+        calls: dict[str, Callable[..., Any]] = {FLOAT32: model, AUTOCAST: _in_autocast(model, device.type, low)}
+        for name, given in _OPTIONS.items():
+            how: dict[str, Any] = {"op_list": op_list, "check": False, **options, **given}
+            calls[name] = convert(model, args, kwargs or None, dtype=low, **how)
+        if compiled:
+            calls[COMPILED_AUTOCAST] = _in_autocast(torch.compile(model), device.type, low)
+            calls[COMPILED] = torch.compile(calls[DEFAULT])
+        steps = {
+            name: partial(_step, model, call, args, kwargs, partial(_loss, batch, loss_fn) if is_trained else None)
+            for name, call in calls.items()
+        }
+        spent = _in_turns(steps, rounds, device, progress)
+        ops = {name: _ops(step, device) for name, step in steps.items()}
+    step = "a training step without optimizer" if is_trained else "a forward"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
+    return Timing(
+        f"{type(model).__name__} in {dtype_name(low)} on {where}: {step}, {rounds} rounds in turns",
+        device.type,
+        tuple(TimedSide(name, tuple(ms), _ratios(ms, spent[AUTOCAST]), ops[name]) for name, ms in spent.items()),
+    )
+
+
 @dataclass(frozen=True)
 class TimedSide:
     """One way to run the model.
@@ -110,81 +185,6 @@ class Timing:
             ops = ", ".join(f"{op} {spent:.3g}" for op, spent in list(one.ops.items())[:_LARGEST])
             rows.append((one.name, f"{median(one.milliseconds):.3g}", f"{middle:.2f} ({low:.2f} to {high:.2f})", ops))
         return "\n".join([self.what, *aligned(rows), *self.advice])
-
-
-def time(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss_fn: LossFunction | None = None,
-    *,
-    dtype: DType | None = None,
-    op_list: OpListLike = "default",
-    inputs: Inputs | None = None,
-    rounds: int = 15,
-    compiled: bool = False,
-    progress: Progress = None,
-    **options: Any,
-) -> Timing:
-    """Time a model in float32, under torch.autocast, and converted, on this machine; say where the time goes.
-
-    The sides are converted and compiled first, and then take turns, each round starting with another, so that other
-    load affects all alike. A call in training mode is forward, loss and gradients of the parameters, without an
-    optimizer; in evaluation, forward without gradients. Attributes, buffers, gradients and the random states are as
-    before.
-
-    Args:
-        model: a float32 model, where it should run.
-        batches: as for :func:`calibrate`; the first is the call that is timed.
-        loss_fn: of the output and the batch, one number; by default the loss that the output holds, or else the mean of
-            its tensors.
-        dtype: as for :func:`convert`.
-        op_list: as for :func:`convert`.
-        inputs: gives the part of a batch that the model takes, where a batch holds targets too.
-        rounds: how often each side is timed, at least 2.
-        compiled: also time torch.autocast and the conversion under ``torch.compile``, which takes a minute or more.
-        progress: as for :func:`calibrate`.
-        **options: further arguments of :func:`convert`, for each conversion.
-
-    Raises:
-        CalibrationError: there are no batches.
-        CaptureError: the model cannot be captured.
-        SensitivityError: a batch does not fit the model, or its loss is no single number.
-        UnsupportedError: the model is converted already; or a side fails, which it names.
-        ValueError: ``rounds`` is below 2.
-    """
-    if isinstance(model, AmpModule):
-        raise UnsupportedError("the model is converted already: time the original, which is then converted.")
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 2:
-        raise ArgumentError(f"rounds is a whole number from 2 on, not {rounds!r}")
-    batch = next(batches_of(batches), None)
-    if batch is None:
-        raise CalibrationError("there are no batches to time. An iterator can be read only once.")
-    args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
-    check_fits(model, args, kwargs)
-    device = device_of(model, args, kwargs)
-    low = chosen_dtype(dtype, device)
-    with _left_as_it_is(model):
-        is_trained = model.training and any(p.requires_grad for p in model.parameters())
-        calls: dict[str, Callable[..., Any]] = {FLOAT32: model, AUTOCAST: _in_autocast(model, device.type, low)}
-        for name, given in _OPTIONS.items():
-            how: dict[str, Any] = {"op_list": op_list, "check": False, **options, **given}
-            calls[name] = convert(model, args, kwargs or None, dtype=low, **how)
-        if compiled:
-            calls[COMPILED_AUTOCAST] = _in_autocast(torch.compile(model), device.type, low)
-            calls[COMPILED] = torch.compile(calls[DEFAULT])
-        steps = {
-            name: partial(_step, model, call, args, kwargs, partial(_loss, batch, loss_fn) if is_trained else None)
-            for name, call in calls.items()
-        }
-        spent = _in_turns(steps, rounds, device, progress)
-        ops = {name: _ops(step, device) for name, step in steps.items()}
-    step = "a training step without optimizer" if is_trained else "a forward"
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
-    return Timing(
-        f"{type(model).__name__} in {dtype_name(low)} on {where}: {step}, {rounds} rounds in turns",
-        device.type,
-        tuple(TimedSide(name, tuple(ms), _ratios(ms, spent[AUTOCAST]), ops[name]) for name, ms in spent.items()),
-    )
 
 
 @contextmanager

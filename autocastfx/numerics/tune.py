@@ -36,155 +36,6 @@ from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.operators.float8 import missing_products
 
-# The result of ``tune``: an op list, the plan that follows from it, and the front it was chosen from.
-
-_DOUBTFUL = 2.0  # a factor between measured and predicted errors
-_WORTH = 0.01  # a share of bytes, or of error, below which nothing was gained
-
-
-@dataclass(frozen=True, repr=False)
-class Tuned:
-    """The result of :func:`tune`.
-
-    Attributes:
-        rules: by module path and op, each with its reason; to lay over the list that was started from.
-        op_list: that list with the rules over it.
-        base: the list that was started from, as it was given.
-        plan: of the measured mode.
-        point: the plan's bytes and errors.
-        start: those of the list that was started from.
-        front: all plans that were looked at, in the order of their bytes.
-        sensitivity: what was measured.
-        budget: the limit that was kept, as an error or in bytes.
-        options: further arguments of the conversion.
-        saved: what is kept for backward, if that was chosen, too.
-    """
-
-    rules: OpList
-    op_list: OpList
-    base: OpListLike
-    plan: Plan
-    point: Point
-    start: Point
-    front: tuple[Point, ...]
-    sensitivity: Sensitivity
-    budget: Limit
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    saved: SavedChoice | None = None
-
-    @property
-    def gains(self) -> bool:
-        """False if the list that was started from is as good: nothing to gain."""
-        fewer = self.point.bytes < (1 - _WORTH) * self.start.bytes
-        nearer = (self.point.measured or 0.0) < (1 - _WORTH) * (self.start.measured or 0.0)
-        placed = bool(self.rules.every_rule()) and (fewer or nearer or self.point.share > self.start.share)
-        return placed or (self.saved is not None and self.saved.kept < (1 - _WORTH) * self.saved.before)
-
-    def convert(self, model: nn.Module, *inputs: Any, **options: Any) -> AmpModule:
-        """Convert ``model`` by the tuned list; arguments as for :func:`autocastfx.convert`."""
-        given = {**self.options, "sensitivity": self.sensitivity, **options}
-        return convert(model, *inputs, op_list=self.op_list, **given)
-
-    def __repr__(self) -> str:
-        return f"Tuned({self.point}; {self.budget})"
-
-    def __str__(self) -> str:
-        return self.report()
-
-    def report(self) -> str:
-        """Return the result in words, with the front as a table and the rules."""
-        lines = [
-            f"budget: {self.budget}",
-            f"start:  {self.start}",
-            f"tuned:  {self.point}",
-        ]
-        if not self.gains:
-            lines.append("nothing to gain: the list that was started from is as good.")
-        lines += [str(self.saved)] if self.saved is not None else []
-        lines += [*self._bias(), *self._doubts()]
-        in_float8 = any(p.share for p in self.front)
-        titles = f"{'float8':>8}{'saves µs':>10}" if in_float8 else ""
-        lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}{titles}"]
-        for p in self.front:
-            measured = "" if p.measured is None else f"{p.measured:.2e}"
-            saves = f"{p.share:>8.0%}{1e6 * p.saved:>10.2f}" if in_float8 else ""
-            lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}{saves}")
-        return "\n".join([*lines, "", self.text().rstrip()])
-
-    def _bias(self) -> Iterator[str]:
-        """Yield how much of the predicted error is the same in all batches."""
-        sensitivity, effects = self.sensitivity, [node.effect for node in self.plan.nodes if node.effect]
-        if not effects or sensitivity.batches == 1:
-            return
-        signature = added(effects)
-        bias, least = sensitivity.bias(signature), sensitivity.least_bias(rms(signature))
-        shows = f"{bias:.1e} of the predicted error is" if bias > least else "none of the predicted error seems"
-        yield f"bias:   {shows} the same in all batches, and adds up over steps; less than {least:.1e} does not show."
-
-    def _doubts(self) -> Iterator[str]:
-        """Yield what the predictions leave out. The plan is chosen by measured errors in any case."""
-        if left_out := self.plan.low_unmeasured:
-            yield f"predictions leave out {left_out} nodes in 16 bits, which were not measured."
-        measured, predicted = self.start.measured or 0.0, self.start.predicted
-        if predicted and not 1 / _DOUBTFUL <= measured / predicted <= _DOUBTFUL:
-            yield (
-                f"predictions are doubtful for this model: the start's measured error is {measured / predicted:.2g} "
-                "times the predicted one. Rounding that switches a ReLU, a maximum or a choice is not predicted."
-            )
-
-    def plot(self, path: str | Path | None = None) -> str:
-        """Draw the front: bytes against error. The axis of errors is of ratios, so plans without any are left out.
-
-        If the tuned plan is one of them, it is drawn on the lower edge, with words that say so.
-
-        Args:
-            path: also write the picture to this file; an existing file is replaced when it is complete.
-
-        Returns:
-            The picture, as SVG.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        points = dict.fromkeys(self.front)
-        chosen = (float(self.point.bytes), self.point.error) if self.gains and math.isfinite(self.point.error) else None
-        cuts = [(float(p.bytes), p.predicted) for p in points if p.name == "cut" and p.predicted > 0]
-        measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
-        title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"
-        shown = [place for place in measured if place is not None and place != chosen]
-        front = Front(title, cuts, shown, _place(self.start), chosen, self.budget.error, self.budget.bytes)
-        text = front_picture(front)
-        if path is not None:
-            write_whole(Path(path), text)
-        return text
-
-    def text(self) -> str:
-        """Return the rules as YAML; they extend the preset that was started from, if it was one."""
-        extends = f"extends: {self._preset}\n" if self._preset else ""
-        return extends + (self.rules.text() if self.rules != OpList() else "")
-
-    def save(self, path: str | Path) -> None:
-        """Write an op list that :func:`convert` takes: the rules over the list that was started from.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if self._preset and self.rules != OpList():
-            write_whole(Path(path), self.text())
-        else:
-            self.op_list.save(path)
-
-    @property
-    def _preset(self) -> str:
-        if not isinstance(self.base, str) or self.base.endswith((".yaml", ".yml")) or "/" in self.base:
-            return ""
-        return self.plan.low if self.base == "default" else self.base
-
-
-def _place(point: Point) -> tuple[float, float] | None:
-    """Where a point is drawn: at the error that was measured; None if an axis of ratios does not hold it."""
-    return (float(point.bytes), point.error) if 0 < point.error < math.inf else None
-
 
 def tune(
     model: nn.Module,
@@ -334,6 +185,157 @@ def tune(
         options={"dtype": low, "fold": fold},
         saved=choice,
     )
+
+
+# The result of ``tune``: an op list, the plan that follows from it, and the front it was chosen from.
+
+
+_DOUBTFUL = 2.0  # a factor between measured and predicted errors
+_WORTH = 0.01  # a share of bytes, or of error, below which nothing was gained
+
+
+@dataclass(frozen=True, repr=False)
+class Tuned:
+    """The result of :func:`tune`.
+
+    Attributes:
+        rules: by module path and op, each with its reason; to lay over the list that was started from.
+        op_list: that list with the rules over it.
+        base: the list that was started from, as it was given.
+        plan: of the measured mode.
+        point: the plan's bytes and errors.
+        start: those of the list that was started from.
+        front: all plans that were looked at, in the order of their bytes.
+        sensitivity: what was measured.
+        budget: the limit that was kept, as an error or in bytes.
+        options: further arguments of the conversion.
+        saved: what is kept for backward, if that was chosen, too.
+    """
+
+    rules: OpList
+    op_list: OpList
+    base: OpListLike
+    plan: Plan
+    point: Point
+    start: Point
+    front: tuple[Point, ...]
+    sensitivity: Sensitivity
+    budget: Limit
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    saved: SavedChoice | None = None
+
+    @property
+    def gains(self) -> bool:
+        """False if the list that was started from is as good: nothing to gain."""
+        fewer = self.point.bytes < (1 - _WORTH) * self.start.bytes
+        nearer = (self.point.measured or 0.0) < (1 - _WORTH) * (self.start.measured or 0.0)
+        placed = bool(self.rules.every_rule()) and (fewer or nearer or self.point.share > self.start.share)
+        return placed or (self.saved is not None and self.saved.kept < (1 - _WORTH) * self.saved.before)
+
+    def convert(self, model: nn.Module, *inputs: Any, **options: Any) -> AmpModule:
+        """Convert ``model`` by the tuned list; arguments as for :func:`autocastfx.convert`."""
+        given = {**self.options, "sensitivity": self.sensitivity, **options}
+        return convert(model, *inputs, op_list=self.op_list, **given)
+
+    def __repr__(self) -> str:
+        return f"Tuned({self.point}; {self.budget})"
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self) -> str:
+        """Return the result in words, with the front as a table and the rules."""
+        lines = [
+            f"budget: {self.budget}",
+            f"start:  {self.start}",
+            f"tuned:  {self.point}",
+        ]
+        if not self.gains:
+            lines.append("nothing to gain: the list that was started from is as good.")
+        lines += [str(self.saved)] if self.saved is not None else []
+        lines += [*self._bias(), *self._doubts()]
+        in_float8 = any(p.share for p in self.front)
+        titles = f"{'float8':>8}{'saves µs':>10}" if in_float8 else ""
+        lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}{titles}"]
+        for p in self.front:
+            measured = "" if p.measured is None else f"{p.measured:.2e}"
+            saves = f"{p.share:>8.0%}{1e6 * p.saved:>10.2f}" if in_float8 else ""
+            lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}{saves}")
+        return "\n".join([*lines, "", self.text().rstrip()])
+
+    def _bias(self) -> Iterator[str]:
+        """Yield how much of the predicted error is the same in all batches."""
+        sensitivity, effects = self.sensitivity, [node.effect for node in self.plan.nodes if node.effect]
+        if not effects or sensitivity.batches == 1:
+            return
+        signature = added(effects)
+        bias, least = sensitivity.bias(signature), sensitivity.least_bias(rms(signature))
+        shows = f"{bias:.1e} of the predicted error is" if bias > least else "none of the predicted error seems"
+        yield f"bias:   {shows} the same in all batches, and adds up over steps; less than {least:.1e} does not show."
+
+    def _doubts(self) -> Iterator[str]:
+        """Yield what the predictions leave out. The plan is chosen by measured errors in any case."""
+        if left_out := self.plan.low_unmeasured:
+            yield f"predictions leave out {left_out} nodes in 16 bits, which were not measured."
+        measured, predicted = self.start.measured or 0.0, self.start.predicted
+        if predicted and not 1 / _DOUBTFUL <= measured / predicted <= _DOUBTFUL:
+            yield (
+                f"predictions are doubtful for this model: the start's measured error is {measured / predicted:.2g} "
+                "times the predicted one. Rounding that switches a ReLU, a maximum or a choice is not predicted."
+            )
+
+    def plot(self, path: str | Path | None = None) -> str:
+        """Draw the front: bytes against error. The axis of errors is of ratios, so plans without any are left out.
+
+        If the tuned plan is one of them, it is drawn on the lower edge, with words that say so.
+
+        Args:
+            path: also write the picture to this file; an existing file is replaced when it is complete.
+
+        Returns:
+            The picture, as SVG.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        points = dict.fromkeys(self.front)
+        chosen = (float(self.point.bytes), self.point.error) if self.gains and math.isfinite(self.point.error) else None
+        cuts = [(float(p.bytes), p.predicted) for p in points if p.name == "cut" and p.predicted > 0]
+        measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
+        title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"
+        shown = [place for place in measured if place is not None and place != chosen]
+        front = Front(title, cuts, shown, _place(self.start), chosen, self.budget.error, self.budget.bytes)
+        text = front_picture(front)
+        if path is not None:
+            write_whole(Path(path), text)
+        return text
+
+    def text(self) -> str:
+        """Return the rules as YAML; they extend the preset that was started from, if it was one."""
+        extends = f"extends: {self._preset}\n" if self._preset else ""
+        return extends + (self.rules.text() if self.rules != OpList() else "")
+
+    def save(self, path: str | Path) -> None:
+        """Write an op list that :func:`convert` takes: the rules over the list that was started from.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._preset and self.rules != OpList():
+            write_whole(Path(path), self.text())
+        else:
+            self.op_list.save(path)
+
+    @property
+    def _preset(self) -> str:
+        if not isinstance(self.base, str) or self.base.endswith((".yaml", ".yml")) or "/" in self.base:
+            return ""
+        return self.plan.low if self.base == "default" else self.base
+
+
+def _place(point: Point) -> tuple[float, float] | None:
+    """Where a point is drawn: at the error that was measured; None if an axis of ratios does not hold it."""
+    return (float(point.bytes), point.error) if 0 < point.error < math.inf else None
 
 
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {

@@ -31,6 +31,158 @@ from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
 
+
+class Watch:
+    """Counts of the values of a converted model while it trains; :func:`watch` makes one."""
+
+    def __init__(self, amp_model: AmpModule, every: int, nodes: Sequence[str] | None) -> None:
+        self.every = every
+        self._model = amp_model
+        self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)  # of the present step
+        self._finished, self._counted = 0, 0  # steps, as step() tells; calls
+        self._is_told = False
+        self._observed: dict[int, None] = {}  # steps
+        self._counts = NodeCounts(amp_model, nodes)
+        self._skipped: list[SkippedStep] = []
+        self._warned: set[str] = set()
+        self._open = ExitStack()  # while an observed call runs
+        self._hooks = ExitStack()
+        before = amp_model.register_forward_pre_hook(_Hook(self, True), with_kwargs=True)
+        self._hooks.callback(before.remove)
+        after = amp_model.register_forward_hook(_Hook(self, False), always_call=True)
+        self._hooks.callback(after.remove)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        calls = tuple(self._calls)
+        self.stop()
+        if isinstance(error, LossScaleError) and calls and (overflow := self._search(calls)):  # at the scale's floor
+            number = self._present
+            self._finished += self._is_told
+            self._explain(number, overflow)
+
+    def stop(self) -> None:
+        """Watch no more, and drop the inputs of the last call. What was seen can still be read."""
+        self._hooks.close()
+        self._open.close()
+        self._calls.clear()
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, scaler: LossScalingOptimizer | GradScaler | None = None) -> None:
+        """End a step. Call it after each step of the optimizer, from the first one on, or never.
+
+        If the step was skipped, its calls run again, node by node, with the random numbers that they had. If a node
+        overflows, a warning names it, once for each node, and :meth:`report` has the rule that mends it. A
+        ``LossScaleError`` that leaves the ``with`` block is explained so too.
+
+        Args:
+            scaler: what has decided whether to skip: the ``LossScalingOptimizer``, or the ``autocastfx.GradScaler``.
+                Asking it waits for the device. None: nothing scales losses, and no step is skipped.
+
+        Raises:
+            TypeError: ``scaler`` is another object, of which it is not known whether it skipped.
+            LossScaleError: the optimizer has not stepped yet.
+            NodeError: a node raised while the step's batch ran again.
+        """
+        if isinstance(scaler, LossScalingOptimizer):
+            is_skipped = bool(scaler.last_step.skipped)
+        elif isinstance(scaler, GradScaler):
+            is_skipped = scaler.step_was_skipped
+        elif scaler is None:
+            is_skipped = False
+        else:
+            raise ArgumentTypeError(
+                f"step takes the LossScalingOptimizer or the autocastfx.GradScaler, which know whether a step was "
+                f"skipped, not {type(scaler).__module__}.{type(scaler).__name__}. Without loss scaling, call step()."
+            )
+        if not self._is_told:  # steps are not calls, then: all calls up to now were of the first one
+            self._counts.join_steps()
+            self._is_told = True
+            self._observed = dict.fromkeys(self._observed and (1,))
+        self._finished += 1
+        calls = tuple(self._calls)
+        self._calls.clear()
+        if is_skipped:
+            self._explain(self._finished, self._search(calls))
+
+    def _explain(self, step: int, overflow: Overflow | None) -> None:
+        """Note that ``step`` was skipped because of ``overflow``, and warn of it."""
+        self._skipped.append(SkippedStep(step, overflow))
+        if overflow is None:
+            return
+        self._counts.note_overflow(overflow.name, step)
+        if overflow.name not in self._warned:
+            self._warned.add(overflow.name)
+            says = "print the watch for the rule that mends it" if overflow.fix else overflow.advice
+            warnings.warn(
+                f"step {step} was skipped: {overflow.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
+                SkippedStepWarning,
+                stacklevel=3,
+            )
+
+    def _search(self, calls: Sequence[_Call]) -> Overflow | None:
+        with random_numbers_kept():
+            for call in calls:
+                set_random_state(call.random)
+                if overflow := find_overflow(self._model, *call.args, **call.kwargs):
+                    return overflow
+        return None
+
+    @property
+    def _present(self) -> int:
+        """The number of the present step, from 1."""
+        return self._finished + 1 if self._is_told else self._counted
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not torch.is_grad_enabled() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._counted += 1
+        if not self._is_told:
+            self._calls.clear()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _alone, (args, dict(kwargs)))
+        self._calls.append(_Call(args, kwargs, random_state()))
+        now = self._present
+        if (now - 1) % self.every:
+            return
+        self._counts.read(before=now)
+        self._observed[now] = None
+        self._open.enter_context(self._model._observed_by(partial(self._counts.see, now)))
+
+    def _after(self) -> None:
+        self._open.close()
+
+    # ---- what was seen ----------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> tuple[WatchedNode, ...]:
+        """The nodes, in graph order. Reading it waits for the device."""
+        return self._counts.rows()
+
+    @property
+    def skipped(self) -> tuple[SkippedStep, ...]:
+        """The skipped steps that :meth:`step` was told of, in order."""
+        return tuple(self._skipped)
+
+    def report(self, most: int = 20) -> str:
+        """Write the nodes as a table, those that overflowed first, and the causes of skipped steps with their rules.
+
+        Args:
+            most: the number of nodes to show. Next come those of which the largest share underflowed.
+        """
+        steps = self._finished if self._is_told else self._counted
+        return report(self.rows, self._skipped, steps, len(self._observed), self.every, most)
+
+    def __str__(self) -> str:
+        return self.report()
+
+
 # The rows of a watch, and its report as text.
 
 
@@ -280,157 +432,6 @@ class _Hook:
 
 
 def _not_watched(*_: Any) -> None: ...
-
-
-class Watch:
-    """Counts of the values of a converted model while it trains; :func:`watch` makes one."""
-
-    def __init__(self, amp_model: AmpModule, every: int, nodes: Sequence[str] | None) -> None:
-        self.every = every
-        self._model = amp_model
-        self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)  # of the present step
-        self._finished, self._counted = 0, 0  # steps, as step() tells; calls
-        self._is_told = False
-        self._observed: dict[int, None] = {}  # steps
-        self._counts = NodeCounts(amp_model, nodes)
-        self._skipped: list[SkippedStep] = []
-        self._warned: set[str] = set()
-        self._open = ExitStack()  # while an observed call runs
-        self._hooks = ExitStack()
-        before = amp_model.register_forward_pre_hook(_Hook(self, True), with_kwargs=True)
-        self._hooks.callback(before.remove)
-        after = amp_model.register_forward_hook(_Hook(self, False), always_call=True)
-        self._hooks.callback(after.remove)
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        calls = tuple(self._calls)
-        self.stop()
-        if isinstance(error, LossScaleError) and calls and (overflow := self._search(calls)):  # at the scale's floor
-            number = self._present
-            self._finished += self._is_told
-            self._explain(number, overflow)
-
-    def stop(self) -> None:
-        """Watch no more, and drop the inputs of the last call. What was seen can still be read."""
-        self._hooks.close()
-        self._open.close()
-        self._calls.clear()
-
-    # ---- steps ------------------------------------------------------------------------------------------------------
-
-    def step(self, scaler: LossScalingOptimizer | GradScaler | None = None) -> None:
-        """End a step. Call it after each step of the optimizer, from the first one on, or never.
-
-        If the step was skipped, its calls run again, node by node, with the random numbers that they had. If a node
-        overflows, a warning names it, once for each node, and :meth:`report` has the rule that mends it. A
-        ``LossScaleError`` that leaves the ``with`` block is explained so too.
-
-        Args:
-            scaler: what has decided whether to skip: the ``LossScalingOptimizer``, or the ``autocastfx.GradScaler``.
-                Asking it waits for the device. None: nothing scales losses, and no step is skipped.
-
-        Raises:
-            TypeError: ``scaler`` is another object, of which it is not known whether it skipped.
-            LossScaleError: the optimizer has not stepped yet.
-            NodeError: a node raised while the step's batch ran again.
-        """
-        if isinstance(scaler, LossScalingOptimizer):
-            is_skipped = bool(scaler.last_step.skipped)
-        elif isinstance(scaler, GradScaler):
-            is_skipped = scaler.step_was_skipped
-        elif scaler is None:
-            is_skipped = False
-        else:
-            raise ArgumentTypeError(
-                f"step takes the LossScalingOptimizer or the autocastfx.GradScaler, which know whether a step was "
-                f"skipped, not {type(scaler).__module__}.{type(scaler).__name__}. Without loss scaling, call step()."
-            )
-        if not self._is_told:  # steps are not calls, then: all calls up to now were of the first one
-            self._counts.join_steps()
-            self._is_told = True
-            self._observed = dict.fromkeys(self._observed and (1,))
-        self._finished += 1
-        calls = tuple(self._calls)
-        self._calls.clear()
-        if is_skipped:
-            self._explain(self._finished, self._search(calls))
-
-    def _explain(self, step: int, overflow: Overflow | None) -> None:
-        """Note that ``step`` was skipped because of ``overflow``, and warn of it."""
-        self._skipped.append(SkippedStep(step, overflow))
-        if overflow is None:
-            return
-        self._counts.note_overflow(overflow.name, step)
-        if overflow.name not in self._warned:
-            self._warned.add(overflow.name)
-            says = "print the watch for the rule that mends it" if overflow.fix else overflow.advice
-            warnings.warn(
-                f"step {step} was skipped: {overflow.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
-                SkippedStepWarning,
-                stacklevel=3,
-            )
-
-    def _search(self, calls: Sequence[_Call]) -> Overflow | None:
-        with random_numbers_kept():
-            for call in calls:
-                set_random_state(call.random)
-                if overflow := find_overflow(self._model, *call.args, **call.kwargs):
-                    return overflow
-        return None
-
-    @property
-    def _present(self) -> int:
-        """The number of the present step, from 1."""
-        return self._finished + 1 if self._is_told else self._counted
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not torch.is_grad_enabled() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return
-        self._counted += 1
-        if not self._is_told:
-            self._calls.clear()
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _alone, (args, dict(kwargs)))
-        self._calls.append(_Call(args, kwargs, random_state()))
-        now = self._present
-        if (now - 1) % self.every:
-            return
-        self._counts.read(before=now)
-        self._observed[now] = None
-        self._open.enter_context(self._model._observed_by(partial(self._counts.see, now)))
-
-    def _after(self) -> None:
-        self._open.close()
-
-    # ---- what was seen ----------------------------------------------------------------------------------------------
-
-    @property
-    def rows(self) -> tuple[WatchedNode, ...]:
-        """The nodes, in graph order. Reading it waits for the device."""
-        return self._counts.rows()
-
-    @property
-    def skipped(self) -> tuple[SkippedStep, ...]:
-        """The skipped steps that :meth:`step` was told of, in order."""
-        return tuple(self._skipped)
-
-    def report(self, most: int = 20) -> str:
-        """Write the nodes as a table, those that overflowed first, and the causes of skipped steps with their rules.
-
-        Args:
-            most: the number of nodes to show. Next come those of which the largest share underflowed.
-        """
-        steps = self._finished if self._is_told else self._counted
-        return report(self.rows, self._skipped, steps, len(self._observed), self.every, most)
-
-    def __str__(self) -> str:
-        return self.report()
 
 
 def watch(amp_model: AmpModule, every: int = 100, nodes: Sequence[str] | None = None) -> Watch:

@@ -48,6 +48,32 @@ _PADDED_TO = 64  # a tile of the kernels, which some extra columns cost nothing
 _LEAST_ROWS, _LEAST_FLOPS = 256, 2.0**31
 
 
+class Align(Pass):
+    """Pads products, and lays out masks, for the kernels of a device that is among the fast ones by kernel facts."""
+
+    name = "align"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        settings, changed = self.settings, list[Recomposed]()
+        multiple = settings.facts.fast_multiples.get(settings.device)
+        if multiple is None:
+            return state
+        written, seen = alias.alias_sets(state.graph).keys(), _Seen(concrete_sizes(state.graph), settings.low)
+        low = [n for n, placement in state.placements.items() if placement.run is Precision.LOW and n not in written]
+        if ALIGNED_PRODUCT in settings.recompose:
+            changed += pad_products(low, multiple, seen)
+        if DENSE_MASK in settings.recompose:
+            changed += lay_out_masks(low, written, seen)
+        if TF32_PRODUCT in settings.recompose:
+            wide = [node for node, placement in state.placements.items() if placement.run is Precision.FLOAT32]
+            changed += use_tf32([node for node in wide if _says_tf32(settings.matcher(node))], seen)
+        least = settings.facts.float32_gradients.get(settings.device)
+        if WIDE_LINEAR in settings.recompose and least is not None and settings.mode != "eval":
+            changed += write_float32_gradients(low, written, seen, least)
+        return replace(state, recomposed=(*state.recomposed, *changed)) if changed else state
+
+
 @dataclass(frozen=True)
 class _Product:
     """The arguments of a product of a matrix ``right`` with rows ``left``, and the dimensions of ``right``."""
@@ -76,32 +102,6 @@ _MADE: Mapping[Any, str] = {
     _aten.expand_as.default: "expanded",
 }
 _LOOK_AT_STRIDES = (_aten.as_strided.default, _aten.as_strided_.default, _aten.view.dtype)
-
-
-class Align(Pass):
-    """Pads products, and lays out masks, for the kernels of a device that is among the fast ones by kernel facts."""
-
-    name = "align"
-
-    def __call__(self, state: State) -> State:
-        """The state, its graph changed."""
-        settings, changed = self.settings, list[Recomposed]()
-        multiple = settings.facts.fast_multiples.get(settings.device)
-        if multiple is None:
-            return state
-        written, seen = alias.alias_sets(state.graph).keys(), _Seen(concrete_sizes(state.graph), settings.low)
-        low = [n for n, placement in state.placements.items() if placement.run is Precision.LOW and n not in written]
-        if ALIGNED_PRODUCT in settings.recompose:
-            changed += pad_products(low, multiple, seen)
-        if DENSE_MASK in settings.recompose:
-            changed += lay_out_masks(low, written, seen)
-        if TF32_PRODUCT in settings.recompose:
-            wide = [node for node, placement in state.placements.items() if placement.run is Precision.FLOAT32]
-            changed += use_tf32([node for node in wide if _says_tf32(settings.matcher(node))], seen)
-        least = settings.facts.float32_gradients.get(settings.device)
-        if WIDE_LINEAR in settings.recompose and least is not None and settings.mode != "eval":
-            changed += write_float32_gradients(low, written, seen, least)
-        return replace(state, recomposed=(*state.recomposed, *changed)) if changed else state
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,42 @@ from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
 
 
+class InsertCasts(Pass):
+    """Puts the casts in that the placements ask for.
+
+    Where a node runs otherwise than it was captured, it calls another operator, or with other arguments.
+    """
+
+    name = "insert casts"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        graph, classification = state.graph, state.classification
+        ports, low, rounds = self.settings.ports, self.settings.low, self.settings.fold == "kernel"
+        written = alias_sets(graph, ports.written).keys()
+        changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
+        bounds = Bounds.of(graph, classification.wide, state.parameters)
+        runs_low = {node for node, placement in state.placements.items() if placement.run is Precision.LOW}
+        readers = self.settings.readers(graph, classification.decisions, runs_low.__contains__)
+        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, written, bounds, readers))
+        for node, placement in state.placements.items():
+            if placement.run is Precision.LOW:
+                if (stand_in := ports.stand_in(node)) is not None:
+                    node.target = stand_in
+                if (fill := classification.fills.get(node)) is not None:
+                    set_argument(node, fill.argument, math.copysign(largest_mask(low), fill.number))
+            elif placement.as_stored and ports.asks_dtype(node):
+                if argument(node, "dtype") is None:  # else the model says which
+                    set_argument(node, "dtype", torch.float32)
+            elif placement.as_stored and is_over_classes(node):
+                read_low(node, rounds=rounds, recomputes=node not in changing)
+        return replace(state, planned=self._planned)
+
+    def _planned(self, state: State) -> PlacedDtypes:
+        settings = self.settings
+        return PlacedDtypes(state.placements, state.dtypes, settings.dtype, settings.ports, settings.keep_output_dtype)
+
+
 @dataclass(frozen=True)
 class PlacedDtypes(PlannedDtypes):
     """The dtypes of a float32 model that placements bring to 16 bits in part.
@@ -112,42 +148,6 @@ class Bounds:
         if read in self.wide or read in self.masks:
             return largest_mask(to)
         return float(torch.finfo(to).max) if read in self.outside and to == torch.float16 else None
-
-
-class InsertCasts(Pass):
-    """Puts the casts in that the placements ask for.
-
-    Where a node runs otherwise than it was captured, it calls another operator, or with other arguments.
-    """
-
-    name = "insert casts"
-
-    def __call__(self, state: State) -> State:
-        """The state, its graph changed."""
-        graph, classification = state.graph, state.classification
-        ports, low, rounds = self.settings.ports, self.settings.low, self.settings.fold == "kernel"
-        written = alias_sets(graph, ports.written).keys()
-        changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
-        bounds = Bounds.of(graph, classification.wide, state.parameters)
-        runs_low = {node for node, placement in state.placements.items() if placement.run is Precision.LOW}
-        readers = self.settings.readers(graph, classification.decisions, runs_low.__contains__)
-        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, written, bounds, readers))
-        for node, placement in state.placements.items():
-            if placement.run is Precision.LOW:
-                if (stand_in := ports.stand_in(node)) is not None:
-                    node.target = stand_in
-                if (fill := classification.fills.get(node)) is not None:
-                    set_argument(node, fill.argument, math.copysign(largest_mask(low), fill.number))
-            elif placement.as_stored and ports.asks_dtype(node):
-                if argument(node, "dtype") is None:  # else the model says which
-                    set_argument(node, "dtype", torch.float32)
-            elif placement.as_stored and is_over_classes(node):
-                read_low(node, rounds=rounds, recomputes=node not in changing)
-        return replace(state, planned=self._planned)
-
-    def _planned(self, state: State) -> PlacedDtypes:
-        settings = self.settings
-        return PlacedDtypes(state.placements, state.dtypes, settings.dtype, settings.ports, settings.keep_output_dtype)
 
 
 class DropLossCasts(Pass):

@@ -32,60 +32,6 @@ from autocastfx.policy.rule import Category
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments of one conversion, and the type of the device that its graphs will run on. Pickles."""
-
-    op_list: OpList
-    facts: KernelFacts
-    low: torch.dtype
-    keep_output_dtype: bool = True
-    fold: str = "exact"
-    ranges: Ranges | None = None
-    headroom: float = 2.0
-    plan: EditedPlan | None = None
-    recompose: tuple[str, ...] = chosen(True)  # names of patterns
-    weights: str = "cast"
-    prices: Prices | None = None
-    device: str = "cpu"
-    mode: str = "train"  # of the graph; in "eval" nothing is prepared for a backward pass that seldom comes
-    is_low_model: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
-
-    @property
-    def low_name(self) -> str:
-        """The name of the 16-bit dtype."""
-        return dtype_name(self.low)
-
-    def dtype(self, precision: Precision) -> torch.dtype:
-        """The dtype that float32 values have in a precision."""
-        return self.low if precision is Precision.LOW else torch.float32
-
-    @property
-    def ports(self) -> Ports:
-        """The inputs that a node running in 16 bits takes as they are."""
-        return Ports(self.op_list, self.facts, self.device)
-
-    @property
-    def matcher(self) -> Matcher:
-        """Gives the rule that decides a node."""
-        return Matcher(self.op_list, self.device)
-
-    def readers(
-        self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], low: Callable[[fx.Node], bool]
-    ) -> Readers:
-        """The gradients that the readers of each value give it, where ``low`` is true for what reads it in 16 bits."""
-        return Readers.of(
-            graph,
-            lambda node: node in decisions and low(node),
-            lambda node: node in decisions and decisions[node].category is Category.CLEAR,
-            self.op_list.backward_depth,
-        )
-
-    def category(self, node: fx.Node) -> Category | None:
-        """The category of ``node`` by the list; None if no rule decides it."""
-        return rule.category if (rule := self.matcher(node)) is not None else None
-
-
-@dataclass(frozen=True)
 class Classification:
     """A decision per computing node.
 
@@ -163,6 +109,60 @@ class State:
             dtypes={node: dtypes(node) for node in nodes},
             ops={node: op_name(node) for node in nodes},
         )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of one conversion, and the type of the device that its graphs will run on. Pickles."""
+
+    op_list: OpList
+    facts: KernelFacts
+    low: torch.dtype
+    keep_output_dtype: bool = True
+    fold: str = "exact"
+    ranges: Ranges | None = None
+    headroom: float = 2.0
+    plan: EditedPlan | None = None
+    recompose: tuple[str, ...] = chosen(True)  # names of patterns
+    weights: str = "cast"
+    prices: Prices | None = None
+    device: str = "cpu"
+    mode: str = "train"  # of the graph; in "eval" nothing is prepared for a backward pass that seldom comes
+    is_low_model: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
+
+    @property
+    def low_name(self) -> str:
+        """The name of the 16-bit dtype."""
+        return dtype_name(self.low)
+
+    def dtype(self, precision: Precision) -> torch.dtype:
+        """The dtype that float32 values have in a precision."""
+        return self.low if precision is Precision.LOW else torch.float32
+
+    @property
+    def ports(self) -> Ports:
+        """The inputs that a node running in 16 bits takes as they are."""
+        return Ports(self.op_list, self.facts, self.device)
+
+    @property
+    def matcher(self) -> Matcher:
+        """Gives the rule that decides a node."""
+        return Matcher(self.op_list, self.device)
+
+    def readers(
+        self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], low: Callable[[fx.Node], bool]
+    ) -> Readers:
+        """The gradients that the readers of each value give it, where ``low`` is true for what reads it in 16 bits."""
+        return Readers.of(
+            graph,
+            lambda node: node in decisions and low(node),
+            lambda node: node in decisions and decisions[node].category is Category.CLEAR,
+            self.op_list.backward_depth,
+        )
+
+    def category(self, node: fx.Node) -> Category | None:
+        """The category of ``node`` by the list; None if no rule decides it."""
+        return rule.category if (rule := self.matcher(node)) is not None else None
 
 
 @dataclass(frozen=True)

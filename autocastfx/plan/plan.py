@@ -25,6 +25,124 @@ from autocastfx.policy.rule import Category, Rule, Runs
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that the ops and casts of a graph move of what was float32, and that TensorFlow's rule would have moved."""
+
+    moved: int = 0
+    moved_simply: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.moved_simply + other.moved_simply)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions and casts of one graph, in graph order, and which of its nodes were written out when captured.
+
+    ``error``: the relative error of the gradient or the output that a measured sensitivity predicts; None without one.
+    """
+
+    low: str
+    device: str
+    op_list: str
+    nodes: tuple[PlannedNode, ...]
+    casts: tuple[PlannedCast, ...]
+    traffic: Traffic = Traffic()
+    recomposed: tuple[Recomposed, ...] = ()
+    copies: tuple[PlannedCopy, ...] = ()
+    error: float | None = None
+    quantized: tuple[PlannedQuantized, ...] = ()
+    saved: tuple[PlannedSaved, ...] = ()
+
+    def __str__(self) -> str:
+        """The summary in a line; ``repr`` holds everything."""
+        runs = Counter(node.placement.run for node in self.nodes)
+        said = f"; predicted error: {self.error_in_words}" if self.error is not None else ""
+        unlisted = f"; unlisted ops: {', '.join(sorted(self.unlisted))}" if self.unlisted else ""
+        return (
+            f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
+            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{said}"
+        )
+
+    def with_inside(self, other: Plan) -> Plan:
+        """Return this plan with that of a graph that this one's graph runs, whose names begin with the node's.
+
+        An error is predicted for both or for none: what one of them adds to the other's is not known.
+        """
+        together = ("nodes", "casts", "recomposed", "copies", "quantized")
+        parts = {name: (*getattr(self, name), *getattr(other, name)) for name in together}
+        return replace(self, **parts, traffic=self.traffic + other.traffic, error=None)
+
+    @property
+    def low_unmeasured(self) -> int:
+        """The number of nodes in 16 bits that the predicted error leaves out, for they could not be measured."""
+        low = (n for n in self.nodes if n.placement.run is Precision.LOW and n.op != "getitem")
+        return sum(node.error is None for node in low) if self.error is not None else 0
+
+    @property
+    def float8_unmeasured(self) -> int:
+        """The number of nodes with products in float8 that the predicted error leaves out, likewise."""
+        in_float8 = (node.float8 for node in self.nodes if node.float8 is not None and node.products)
+        return sum(not one.errors for one in in_float8) if self.error is not None else 0
+
+    @property
+    def error_in_words(self) -> str:
+        """The predicted error, and what it leaves out; empty if nothing was measured."""
+        if self.error is None:
+            return ""
+        counts = {self.low: self.low_unmeasured, "float8": self.float8_unmeasured}
+        without = (f", without {n} nodes in {name} that were not measured" for name, n in counts.items() if n)
+        return f"{self.error:.1e}{''.join(without)}"
+
+    def __getitem__(self, name: str) -> PlannedNode:
+        """The entry of the node called ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise UnknownNameError(f"the plan has no node {name!r}")
+
+    @property
+    def unlisted(self) -> dict[str, int]:
+        """Number of nodes by op, for ops that no list names and that touch a float32 value."""
+        return dict(Counter(n.op for n in self.nodes if n.decision.source == UNLISTED))
+
+    def by_op(self) -> dict[tuple[str, str], int]:
+        """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
+        computing = (n for n in self.nodes if n.placement.run is not Precision.CAPTURED)
+        return dict(Counter((n.op, str(n.placement.run)) for n in computing))
+
+    def to_json(self) -> str:
+        """This plan as JSON text; :meth:`from_json` reads it back."""
+        data: dict[str, Any] = {"version": _VERSION, **plain_data(self, _WRITTEN)}
+        for node in data["nodes"]:
+            del node["effect"], node["decision"]["rule"]
+        for record in (data, *data["nodes"]):
+            for key in ("error", "float8", "quantized", "saved"):  # which few plans have
+                if record.get(key, False) in (None, []):
+                    del record[key]
+        return json.dumps(data, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote. The version may be missing.
+
+        Raises:
+            ValueError: the text is no such JSON, or was written by a later autocastfx.
+        """
+        try:
+            data: dict[str, Any] = parsed_json(text)
+            check_version(data.pop("version", _VERSION))
+            return typed_data(cls, data, _READ)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None
+
+
 # The cause of a node's placement as a value: a kind, and the nodes that it names.
 
 
@@ -405,123 +523,6 @@ class Recomposed:
     pattern: str
     node: str
     replaced: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that the ops and casts of a graph move of what was float32, and that TensorFlow's rule would have moved."""
-
-    moved: int = 0
-    moved_simply: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.moved + other.moved, self.moved_simply + other.moved_simply)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All decisions and casts of one graph, in graph order, and which of its nodes were written out when captured.
-
-    ``error``: the relative error of the gradient or the output that a measured sensitivity predicts; None without one.
-    """
-
-    low: str
-    device: str
-    op_list: str
-    nodes: tuple[PlannedNode, ...]
-    casts: tuple[PlannedCast, ...]
-    traffic: Traffic = Traffic()
-    recomposed: tuple[Recomposed, ...] = ()
-    copies: tuple[PlannedCopy, ...] = ()
-    error: float | None = None
-    quantized: tuple[PlannedQuantized, ...] = ()
-    saved: tuple[PlannedSaved, ...] = ()
-
-    def __str__(self) -> str:
-        """The summary in a line; ``repr`` holds everything."""
-        runs = Counter(node.placement.run for node in self.nodes)
-        said = f"; predicted error: {self.error_in_words}" if self.error is not None else ""
-        unlisted = f"; unlisted ops: {', '.join(sorted(self.unlisted))}" if self.unlisted else ""
-        return (
-            f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
-            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{said}"
-        )
-
-    def with_inside(self, other: Plan) -> Plan:
-        """Return this plan with that of a graph that this one's graph runs, whose names begin with the node's.
-
-        An error is predicted for both or for none: what one of them adds to the other's is not known.
-        """
-        together = ("nodes", "casts", "recomposed", "copies", "quantized")
-        parts = {name: (*getattr(self, name), *getattr(other, name)) for name in together}
-        return replace(self, **parts, traffic=self.traffic + other.traffic, error=None)
-
-    @property
-    def low_unmeasured(self) -> int:
-        """The number of nodes in 16 bits that the predicted error leaves out, for they could not be measured."""
-        low = (n for n in self.nodes if n.placement.run is Precision.LOW and n.op != "getitem")
-        return sum(node.error is None for node in low) if self.error is not None else 0
-
-    @property
-    def float8_unmeasured(self) -> int:
-        """The number of nodes with products in float8 that the predicted error leaves out, likewise."""
-        in_float8 = (node.float8 for node in self.nodes if node.float8 is not None and node.products)
-        return sum(not one.errors for one in in_float8) if self.error is not None else 0
-
-    @property
-    def error_in_words(self) -> str:
-        """The predicted error, and what it leaves out; empty if nothing was measured."""
-        if self.error is None:
-            return ""
-        counts = {self.low: self.low_unmeasured, "float8": self.float8_unmeasured}
-        without = (f", without {n} nodes in {name} that were not measured" for name, n in counts.items() if n)
-        return f"{self.error:.1e}{''.join(without)}"
-
-    def __getitem__(self, name: str) -> PlannedNode:
-        """The entry of the node called ``name``.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise UnknownNameError(f"the plan has no node {name!r}")
-
-    @property
-    def unlisted(self) -> dict[str, int]:
-        """Number of nodes by op, for ops that no list names and that touch a float32 value."""
-        return dict(Counter(n.op for n in self.nodes if n.decision.source == UNLISTED))
-
-    def by_op(self) -> dict[tuple[str, str], int]:
-        """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
-        computing = (n for n in self.nodes if n.placement.run is not Precision.CAPTURED)
-        return dict(Counter((n.op, str(n.placement.run)) for n in computing))
-
-    def to_json(self) -> str:
-        """This plan as JSON text; :meth:`from_json` reads it back."""
-        data: dict[str, Any] = {"version": _VERSION, **plain_data(self, _WRITTEN)}
-        for node in data["nodes"]:
-            del node["effect"], node["decision"]["rule"]
-        for record in (data, *data["nodes"]):
-            for key in ("error", "float8", "quantized", "saved"):  # which few plans have
-                if record.get(key, False) in (None, []):
-                    del record[key]
-        return json.dumps(data, indent=1, ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote. The version may be missing.
-
-        Raises:
-            ValueError: the text is no such JSON, or was written by a later autocastfx.
-        """
-        try:
-            data: dict[str, Any] = parsed_json(text)
-            check_version(data.pop("version", _VERSION))
-            return typed_data(cls, data, _READ)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None
 
 
 def check_version(version: object) -> None:

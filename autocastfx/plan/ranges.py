@@ -34,24 +34,6 @@ class MeasuredNode:
         return self.name, self.op, self.module
 
 
-Measured = TypeVar("Measured", bound=MeasuredNode)
-
-
-def each_once(measured: Iterable[Measured], merge: Callable[[Measured, Measured], Measured]) -> tuple[Measured, ...]:
-    """Merge what was measured of the same node in the same mode."""
-    merged: dict[tuple[str, Key], Measured] = {}
-    for one in measured:
-        before = merged.get((one.mode, one.key))
-        merged[one.mode, one.key] = one if before is None else merge(before, one)
-    return tuple(merged.values())
-
-
-def in_mode(measured: Sequence[Measured], mode: str) -> dict[Key, Measured]:
-    """Return what was measured in graphs of ``mode``; in those of the other mode if only that was measured."""
-    own = {one.key: one for one in measured if one.mode == mode}
-    return own or {one.key: one for one in measured}
-
-
 @dataclass(frozen=True)
 class Range(MeasuredNode):
     """The measured magnitudes of one value, the output of a node.
@@ -74,6 +56,24 @@ class Range(MeasuredNode):
         """Merge two measurements of the value: the larger magnitudes, and the sum of the counts."""
         larger = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest", "rms")}
         return dataclasses.replace(self, **larger, non_finite=self.non_finite + other.non_finite)
+
+
+Measured = TypeVar("Measured", bound=MeasuredNode)
+
+
+def each_once(measured: Iterable[Measured], merge: Callable[[Measured, Measured], Measured]) -> tuple[Measured, ...]:
+    """Merge what was measured of the same node in the same mode."""
+    merged: dict[tuple[str, Key], Measured] = {}
+    for one in measured:
+        before = merged.get((one.mode, one.key))
+        merged[one.mode, one.key] = one if before is None else merge(before, one)
+    return tuple(merged.values())
+
+
+def in_mode(measured: Sequence[Measured], mode: str) -> dict[Key, Measured]:
+    """Return what was measured in graphs of ``mode``; in those of the other mode if only that was measured."""
+    own = {one.key: one for one in measured if one.mode == mode}
+    return own or {one.key: one for one in measured}
 
 
 @dataclass(frozen=True)

@@ -24,81 +24,6 @@ OUTPUT = "output"  # the name of the graph's output, as a reader
 Signature = tuple[float, ...]
 
 
-def rms(signature: Iterable[float]) -> float:
-    """Return the root mean square: the relative error that a signature stands for."""
-    squares = [number * number for number in signature]
-    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
-
-
-def shared_directions(probes: int) -> int:
-    """Return how many random directions are the same in all batches, to tell a bias: half of them, the first ones."""
-    return (probes + 1) // 2
-
-
-def added(signatures: Iterable[Signature]) -> Signature:
-    """Add up signatures: what several roundings do together, to first order."""
-    return tuple(map(sum, zip(*signatures, strict=True)))
-
-
-@dataclass(frozen=True)
-class Effect(MeasuredNode):
-    """The effect of a node in 16 bits on the target.
-
-    Attributes:
-        mode: ``"train"`` or ``"eval"``.
-        name: the node's name.
-        op: its op name.
-        module: the path of the module that made it.
-        computes: the effect of the 16-bit kernel, forwards and backwards, on inputs that are rounded already. Empty
-            where no 16-bit kernel ran, or nothing is computed.
-        reads: by the name of each float32 value that it reads: the effect of rounding that value for this read.
-        returns: by the name of each value, the effect of rounding the gradient that comes back from this read: what
-            happens where the value is stored in 16 bits, and this node reads it in float32.
-        overflows: a finite float32 value was beyond the 16-bit dtype's range.
-        products: by the word of each of its matrix products that ran: the effect of float8 operands in that product.
-        sizes: M, N and K of those products, ``[M, K] @ [K, N]`` being that of the output, on the first batch; empty
-            where float8 was not measured.
-    """
-
-    computes: Signature = ()
-    reads: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
-    returns: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
-    overflows: bool = False
-    products: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of each of its products: 2·M·N·K."""
-        return 2 * math.prod(self.sizes) if self.sizes else 0
-
-    @property
-    def error(self) -> float:
-        """The relative error of the target if this node alone runs in 16 bits."""
-        parts = [signature for signature in (self.computes, *self.reads.values()) if signature]
-        return rms(added(parts)) if parts else 0.0
-
-    def merged(self, other: Effect) -> Effect:
-        """Append what further batches gave."""
-        return dataclasses.replace(
-            self,
-            computes=_appended(self.computes, other.computes),
-            reads=_each(self.reads, other.reads),
-            returns=_each(self.returns, other.returns),
-            overflows=self.overflows or other.overflows,
-            products=_each(self.products, other.products),
-        )
-
-
-def _appended(first: Signature, then: Signature) -> Signature:
-    """Append, if both were measured: a node that one batch could not measure is not measured."""
-    return (*first, *then) if first and then else ()
-
-
-def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict[str, Signature]:
-    return {name: _appended(signature, then[name]) for name, signature in first.items() if name in then}
-
-
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
     """The effects of 16 bits at each node of a model.
@@ -266,6 +191,81 @@ class Sensitivity:
             what = getattr(error, "strerror", None) or error
             raise SensitivityError(f"cannot read {path}: {what}. Sensitivity.save writes such a file.") from None
         return cls.from_json(text, file=str(path))
+
+
+def rms(signature: Iterable[float]) -> float:
+    """Return the root mean square: the relative error that a signature stands for."""
+    squares = [number * number for number in signature]
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def shared_directions(probes: int) -> int:
+    """Return how many random directions are the same in all batches, to tell a bias: half of them, the first ones."""
+    return (probes + 1) // 2
+
+
+def added(signatures: Iterable[Signature]) -> Signature:
+    """Add up signatures: what several roundings do together, to first order."""
+    return tuple(map(sum, zip(*signatures, strict=True)))
+
+
+@dataclass(frozen=True)
+class Effect(MeasuredNode):
+    """The effect of a node in 16 bits on the target.
+
+    Attributes:
+        mode: ``"train"`` or ``"eval"``.
+        name: the node's name.
+        op: its op name.
+        module: the path of the module that made it.
+        computes: the effect of the 16-bit kernel, forwards and backwards, on inputs that are rounded already. Empty
+            where no 16-bit kernel ran, or nothing is computed.
+        reads: by the name of each float32 value that it reads: the effect of rounding that value for this read.
+        returns: by the name of each value, the effect of rounding the gradient that comes back from this read: what
+            happens where the value is stored in 16 bits, and this node reads it in float32.
+        overflows: a finite float32 value was beyond the 16-bit dtype's range.
+        products: by the word of each of its matrix products that ran: the effect of float8 operands in that product.
+        sizes: M, N and K of those products, ``[M, K] @ [K, N]`` being that of the output, on the first batch; empty
+            where float8 was not measured.
+    """
+
+    computes: Signature = ()
+    reads: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    returns: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    overflows: bool = False
+    products: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of each of its products: 2·M·N·K."""
+        return 2 * math.prod(self.sizes) if self.sizes else 0
+
+    @property
+    def error(self) -> float:
+        """The relative error of the target if this node alone runs in 16 bits."""
+        parts = [signature for signature in (self.computes, *self.reads.values()) if signature]
+        return rms(added(parts)) if parts else 0.0
+
+    def merged(self, other: Effect) -> Effect:
+        """Append what further batches gave."""
+        return dataclasses.replace(
+            self,
+            computes=_appended(self.computes, other.computes),
+            reads=_each(self.reads, other.reads),
+            returns=_each(self.returns, other.returns),
+            overflows=self.overflows or other.overflows,
+            products=_each(self.products, other.products),
+        )
+
+
+def _appended(first: Signature, then: Signature) -> Signature:
+    """Append, if both were measured: a node that one batch could not measure is not measured."""
+    return (*first, *then) if first and then else ()
+
+
+def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict[str, Signature]:
+    return {name: _appended(signature, then[name]) for name, signature in first.items() if name in then}
 
 
 def _mean(of_batches: Sequence[tuple[int, float]]) -> float:

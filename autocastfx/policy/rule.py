@@ -18,7 +18,159 @@ from autocastfx.graph.node import enclosing_modules
 from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.saved import Keep
 
+
+@dataclass(frozen=True)
+class Selector:
+    """What a rule is for: calls of some ops, inside of some modules, with some arguments, on a type of device.
+
+    Attributes:
+        ops: their names; any if empty.
+        path: a glob of module paths (``encoder.*.attn``; ``**`` stands for any number of names), or ``re:`` and a
+            regular expression. It has to match the whole path of a module, and covers everything that runs inside it.
+            Everywhere if empty.
+        when: conditions on the arguments, all of which have to hold.
+        device: only on devices of this type; on all if empty.
+    """
+
+    ops: tuple[str, ...] = ()
+    path: str = ""
+    when: tuple[Condition, ...] = ()
+    device: str = ""
+
+    def covers(self, path: str) -> bool:
+        """True if the pattern matches this module path; the root's is empty."""
+        if self.path.startswith("re:"):
+            return module_pattern(self.path).fullmatch(path) is not None
+        return module_pattern(self.path).fullmatch(f"{path}." if path else "") is not None
+
+    @cached_property
+    def _ops(self) -> frozenset[str]:
+        return frozenset(self.ops)
+
+    def fit(self, call: Call) -> Fit | None:
+        """How specific it is, of a call that it selects: the more, the better; None for any other call."""
+        places = [place for name, place in call.names.items() if name in self._ops]
+        if self.device not in ("", call.device) or (self.ops and not places):
+            return None
+        depths = [depth for depth, path in enumerate(call.paths) if self.covers(path)] if self.path else [-1]
+        if not depths or not all(condition.holds(call.arguments) for condition in self.when):
+            return None
+        return depths[-1], bool(self.ops), len(self.when), -min(places, default=0), bool(self.device)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a rule says of the precision: a category; for modules also ``float32`` (as ``deny``), ``tf32``, or ``low``.
+
+    ``low`` is ``allow`` even for denied ops, but numbers that the 16-bit dtype cannot hold still force float32.
+    ``tf32`` is ``deny``, but lets products run in TF32 on CUDA.
+    """
+
+    word: str
+
+    @property
+    def category(self) -> Category:
+        """The category that the word stands for."""
+        return {"low": Category.ALLOW, "float32": Category.DENY, "tf32": Category.DENY}.get(self.word) or Category(
+            self.word
+        )
+
+    def __str__(self) -> str:
+        return self.word
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A demand of an op that cannot use a rounded operand: it and the ops that lead to it run in float32.
+
+    Attributes:
+        through: how far back the demand reaches. ``free``: to the ops before it whose precision the placement chooses,
+            except those that an ``allow`` op reads in 16 bits. ``products``: to all of these, and the products of two
+            computed values that they read. ``both``: as ``products``, and to the products of two computed values that
+            read the result. ``nothing``: the demand is lifted.
+        arguments: demand float32 for these arguments alone; for all if empty.
+        of: demand it only if one of these ops makes one of ``arguments``, or of ``at`` if that is given.
+        at: the arguments that ``of`` applies to; ``arguments`` if empty.
+    """
+
+    through: str = "free"
+    arguments: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
+    at: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" for {', '.join(self.arguments)}" if self.arguments else ""
+        of = f" of {', '.join(self.of)}" if self.of else ""
+        return f"through {self.through}{where}{of}" + (f" at {', '.join(self.at)}" if self.at else "")
+
+
+Effect = TypeVar("Effect", Runs, Float8Settings, Keep, Demand, covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Selector, Generic[Effect]):
+    """A line of an op list: what it is for, and what it says of that.
+
+    Attributes:
+        effect: a category, settings of float8 products, the form in which values are kept for backward, or a demand.
+        reason: text that plans, dumps and errors show.
+        rank: of two rules that fit a node equally well, the higher rank wins. A later list ranks above an earlier one.
+        source: the place of the rule.
+        shipped: it comes with this package.
+    """
+
+    effect: Effect
+    reason: str = ""
+    rank: int = 0
+    source: TextPlace | None = field(default=None, compare=False)
+    shipped: bool = field(default=False, compare=False)
+
+    @property
+    def key(self) -> RuleKey:
+        """The kind of effect and what the rule is for. A later rule with the same key is laid over this one."""
+        return (type(self.effect), self.ops, self.path, self.when, self.device)
+
+    @property
+    def heading(self) -> str:
+        """The key of a list under which the rule stands."""
+        keys = {Runs: self.wanted, Float8Settings: "float8", Keep: "saved", Demand: "demands"}
+        return "modules" if self.path and not isinstance(self.effect, Keep) else keys[type(self.effect)]
+
+    @property
+    def wanted(self) -> str:
+        """The effect, in words."""
+        return str(self.effect)
+
+    @property
+    def category(self: Rule[Runs]) -> Category:
+        """The category that the rule gives."""
+        return self.effect.category
+
+    @property
+    def subject(self) -> str:
+        """What the rule is for, in words."""
+        kind, other = _SUBJECTS.get(type(self.effect), ("modules " if self.path else "", ""))
+        parts = (
+            ", ".join(self.ops) or other,
+            f"{'in ' if self.ops or other else ''}{self.path}" if self.path else "",
+            f"where {', '.join(map(str, self.when))}" if self.when else "",
+            f"on {self.device}" if self.device else "",
+        )
+        return kind + " ".join(filter(None, parts))
+
+    def over(self, earlier: Rule[Effect]) -> Rule[Effect]:
+        """This rule in place of one of the same key, of which it takes the float8 settings that it leaves open."""
+        now, before = self.effect, earlier.effect
+        if not isinstance(now, Float8Settings) or not isinstance(before, Float8Settings):
+            return self
+        both = replace(self, effect=now.over(before))
+        if now.products is not None or before.products is None:
+            return both
+        return replace(both, source=earlier.source, reason=self.reason or earlier.reason)
+
+
 # Regular expressions that take Python exponential time: a repetition of what matches a text in several ways.
+
 
 _PARSER: Any = getattr(re, "_parser", None) or cast("Any", re).sre_parse  # until Python 3.10
 _COMPILER: Any = getattr(re, "_compiler", None) or cast("Any", re).sre_compile
@@ -171,45 +323,6 @@ def _word(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True)
-class Selector:
-    """What a rule is for: calls of some ops, inside of some modules, with some arguments, on a type of device.
-
-    Attributes:
-        ops: their names; any if empty.
-        path: a glob of module paths (``encoder.*.attn``; ``**`` stands for any number of names), or ``re:`` and a
-            regular expression. It has to match the whole path of a module, and covers everything that runs inside it.
-            Everywhere if empty.
-        when: conditions on the arguments, all of which have to hold.
-        device: only on devices of this type; on all if empty.
-    """
-
-    ops: tuple[str, ...] = ()
-    path: str = ""
-    when: tuple[Condition, ...] = ()
-    device: str = ""
-
-    def covers(self, path: str) -> bool:
-        """True if the pattern matches this module path; the root's is empty."""
-        if self.path.startswith("re:"):
-            return module_pattern(self.path).fullmatch(path) is not None
-        return module_pattern(self.path).fullmatch(f"{path}." if path else "") is not None
-
-    @cached_property
-    def _ops(self) -> frozenset[str]:
-        return frozenset(self.ops)
-
-    def fit(self, call: Call) -> Fit | None:
-        """How specific it is, of a call that it selects: the more, the better; None for any other call."""
-        places = [place for name, place in call.names.items() if name in self._ops]
-        if self.device not in ("", call.device) or (self.ops and not places):
-            return None
-        depths = [depth for depth, path in enumerate(call.paths) if self.covers(path)] if self.path else [-1]
-        if not depths or not all(condition.holds(call.arguments) for condition in self.when):
-            return None
-        return depths[-1], bool(self.ops), len(self.when), -min(places, default=0), bool(self.device)
-
-
 Fit = tuple[int, bool, int, int, bool]
 
 
@@ -235,53 +348,6 @@ class Call:
         return arguments(self.node)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What a rule says of the precision: a category; for modules also ``float32`` (as ``deny``), ``tf32``, or ``low``.
-
-    ``low`` is ``allow`` even for denied ops, but numbers that the 16-bit dtype cannot hold still force float32.
-    ``tf32`` is ``deny``, but lets products run in TF32 on CUDA.
-    """
-
-    word: str
-
-    @property
-    def category(self) -> Category:
-        """The category that the word stands for."""
-        return {"low": Category.ALLOW, "float32": Category.DENY, "tf32": Category.DENY}.get(self.word) or Category(
-            self.word
-        )
-
-    def __str__(self) -> str:
-        return self.word
-
-
-@dataclass(frozen=True)
-class Demand:
-    """A demand of an op that cannot use a rounded operand: it and the ops that lead to it run in float32.
-
-    Attributes:
-        through: how far back the demand reaches. ``free``: to the ops before it whose precision the placement chooses,
-            except those that an ``allow`` op reads in 16 bits. ``products``: to all of these, and the products of two
-            computed values that they read. ``both``: as ``products``, and to the products of two computed values that
-            read the result. ``nothing``: the demand is lifted.
-        arguments: demand float32 for these arguments alone; for all if empty.
-        of: demand it only if one of these ops makes one of ``arguments``, or of ``at`` if that is given.
-        at: the arguments that ``of`` applies to; ``arguments`` if empty.
-    """
-
-    through: str = "free"
-    arguments: tuple[str, ...] = ()
-    of: tuple[str, ...] = ()
-    at: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        where = f" for {', '.join(self.arguments)}" if self.arguments else ""
-        of = f" of {', '.join(self.of)}" if self.of else ""
-        return f"through {self.through}{where}{of}" + (f" at {', '.join(self.at)}" if self.at else "")
-
-
-Effect = TypeVar("Effect", Runs, Float8Settings, Keep, Demand, covariant=True)
 # The words of a rule's subject before its ops, and in their place, by the type of its effect.
 _SUBJECTS: Mapping[type, tuple[str, str]] = {
     Float8Settings: ("float8 of ", "products"),
@@ -289,68 +355,6 @@ _SUBJECTS: Mapping[type, tuple[str, str]] = {
     Demand: ("demand of ", ""),
 }
 RuleKey = tuple[type, tuple[str, ...], str, tuple[Condition, ...], str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule(Selector, Generic[Effect]):
-    """A line of an op list: what it is for, and what it says of that.
-
-    Attributes:
-        effect: a category, settings of float8 products, the form in which values are kept for backward, or a demand.
-        reason: text that plans, dumps and errors show.
-        rank: of two rules that fit a node equally well, the higher rank wins. A later list ranks above an earlier one.
-        source: the place of the rule.
-        shipped: it comes with this package.
-    """
-
-    effect: Effect
-    reason: str = ""
-    rank: int = 0
-    source: TextPlace | None = field(default=None, compare=False)
-    shipped: bool = field(default=False, compare=False)
-
-    @property
-    def key(self) -> RuleKey:
-        """The kind of effect and what the rule is for. A later rule with the same key is laid over this one."""
-        return (type(self.effect), self.ops, self.path, self.when, self.device)
-
-    @property
-    def heading(self) -> str:
-        """The key of a list under which the rule stands."""
-        keys = {Runs: self.wanted, Float8Settings: "float8", Keep: "saved", Demand: "demands"}
-        return "modules" if self.path and not isinstance(self.effect, Keep) else keys[type(self.effect)]
-
-    @property
-    def wanted(self) -> str:
-        """The effect, in words."""
-        return str(self.effect)
-
-    @property
-    def category(self: Rule[Runs]) -> Category:
-        """The category that the rule gives."""
-        return self.effect.category
-
-    @property
-    def subject(self) -> str:
-        """What the rule is for, in words."""
-        kind, other = _SUBJECTS.get(type(self.effect), ("modules " if self.path else "", ""))
-        parts = (
-            ", ".join(self.ops) or other,
-            f"{'in ' if self.ops or other else ''}{self.path}" if self.path else "",
-            f"where {', '.join(map(str, self.when))}" if self.when else "",
-            f"on {self.device}" if self.device else "",
-        )
-        return kind + " ".join(filter(None, parts))
-
-    def over(self, earlier: Rule[Effect]) -> Rule[Effect]:
-        """This rule in place of one of the same key, of which it takes the float8 settings that it leaves open."""
-        now, before = self.effect, earlier.effect
-        if not isinstance(now, Float8Settings) or not isinstance(before, Float8Settings):
-            return self
-        both = replace(self, effect=now.over(before))
-        if now.products is not None or before.products is None:
-            return both
-        return replace(both, source=earlier.source, reason=self.reason or earlier.reason)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,191 @@ from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
 
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """A comparison of a converted graph with the float32 graph, node by node in graph order. ``str`` gives the table.
+
+    Attributes:
+        nodes: the nodes that both graphs have and that have floating-point values.
+        skipped: the number of computing nodes that only one graph has, not counting casts: recomposed nodes, and those
+            that they became.
+        whole: names of nodes whose sub-graphs were not looked into: ``cond`` and loops.
+        parameters: the gradients of parameters and of inputs that require one; empty if gradients were not compared.
+        scale: the loss scale of the gradients; None if gradients were not compared.
+        variant: the variant that ran.
+        recomposed: the nodes of the converted graph that stand for others of the float32 graph, which are not compared.
+        cancellations: the sums and differences of nearly equal values that made a rounding large.
+    """
+
+    nodes: tuple[ComparedNode, ...]
+    skipped: int
+    whole: tuple[str, ...]
+    parameters: tuple[ComparedParameter, ...]
+    scale: float | None
+    variant: ComparedVariant
+    recomposed: tuple[Recomposed, ...] = ()
+    cancellations: tuple[Cancellation, ...] = ()
+
+    def __getitem__(self, name: str) -> ComparedNode:
+        """Return the node called ``name``.
+
+        Raises:
+            KeyError: no compared node has this name.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise UnknownNameError(f"no node {name!r} was compared")
+
+    @property
+    def worst(self) -> ComparedNode | None:
+        """The first node that overflowed, else the one with the largest error; None if nothing was compared."""
+        return max(self.nodes, key=lambda node: node.severity, default=None)
+
+    @property
+    def source(self) -> ComparedNode | None:
+        """The origin of the error: the first node that overflowed, else the one that adds most to what it inherits."""
+        return max(self.nodes, key=lambda node: node.added, default=None)
+
+    @property
+    def first_non_finite(self) -> ComparedNode | None:
+        """The first node with Inf or NaN where float32 is finite; None if there is no such node."""
+        return next((node for node in self.nodes if node.overflow), None)
+
+    @property
+    def worst_gradient(self) -> ComparedNode | None:
+        """The first gradient to overflow in backward order, else the one with the largest error; None if none."""
+        return max(self._backwards(), key=lambda node: node.gradient.severity if node.gradient else 0.0, default=None)
+
+    @property
+    def first_non_finite_gradient(self) -> ComparedNode | None:
+        """The first node in backward order with a gradient of Inf or NaN where float32's is finite; None if none."""
+        return next((node for node in self._backwards() if node.gradient and node.gradient.overflow), None)
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all values and gradients are finite where float32's are."""
+        gradients = (*(node.gradient for node in self._backwards()), *self.parameters)
+        return not any(deviation is not None and deviation.overflow for deviation in (*self.nodes, *gradients))
+
+    def _backwards(self) -> list[ComparedNode]:
+        return [node for node in reversed(self.nodes) if node.gradient is not None]
+
+    def table(self, most: int = 20, *, in_order: bool = False, gradients: bool = False) -> str:
+        """Write the nodes as a table, the worst first: those that overflow, then by predicted errors if there are any.
+
+        Args:
+            most: the number of rows to show.
+            in_order: show the first nodes in graph order instead.
+            gradients: show gradients instead of values, and parameters after nodes; ``in_order`` then means backward
+                order.
+        """
+        nodes = self._backwards() if gradients else list(self.nodes)
+        if not in_order:
+            nodes.sort(key=lambda node: _rank(node, node.gradient if gradients else node))
+        is_predicted = any(node.predicted is not None for node in nodes)
+        rows = [(_names(node, is_predicted), node.gradient if gradients else node) for node in nodes]
+        deviations = [(names, deviation) for names, deviation in rows if deviation is not None]
+        titles = ("node", "op", "module", "runs", *(["predicted"] if is_predicted else []))
+        lines = [*_lines(titles, deviations, most, "nodes"), *([_PREDICTED] if is_predicted else [])]
+        if gradients:
+            ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
+            lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
+        begins = self._gradients_begin() if gradients else self._values_begin()
+        return "\n".join([*lines, *([begins.report] if begins.says else []), self._rest()])
+
+    @property
+    def begins(self) -> Beginning:
+        """Where the error begins: Inf and NaN of values, else of gradients, else the largest error that a node adds."""
+        values, gradients = self._values_begin(), self._gradients_begin()
+        return gradients if gradients.is_failure and not values.is_failure else values
+
+    def _values_begin(self) -> Beginning:
+        source = self.source
+        if source is not None and source.overflow:
+            behind = next((one for one in self.cancellations if one.node == source.cancels), None)
+            says = f"Inf and NaN begin at {_place(source)}" + (f"; before it, {behind.node} {behind}" if behind else "")
+            return Beginning(says, source.name, is_failure=True, fix=behind.fix if behind else "")
+        if source is not None and source.added:
+            behind = self._cancellation_behind(source)
+            node = self[behind.node] if behind is not None else source
+            says = f"the error begins at {_place(node)}: {node.error:.2e}, {node.inherited:.2e} in what it reads"
+            return Beginning(f"{says}; {behind}" if behind else says, node.name, fix=behind.fix if behind else "")
+        return Beginning()
+
+    def _cancellation_behind(self, source: ComparedNode) -> Cancellation | None:
+        """The cancellation by which ``source`` has its error, and not by rounding."""
+        is_inherited = source.precision == "float32" or source.inherited > source.error / 10
+        if source.cancels != source.name and not is_inherited:
+            return None
+        return next((one for one in self.cancellations if one.node == source.cancels), None)
+
+    def _gradients_begin(self) -> Beginning:
+        first, lost = self.first_non_finite_gradient, [one.name for one in self.parameters if one.overflow]
+        if first is not None:
+            says = f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+            return Beginning(says, first.name, is_failure=True)
+        if not lost:
+            return Beginning()
+        says = f"Inf and NaN are in gradients of parameters alone: {listed(lost, 1)}; a smaller scale avoids them"
+        return Beginning(says, is_failure=True)
+
+    def _rest(self) -> str:
+        whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
+        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed]
+        recomposed = f"; recomposed: {listed(named, _MOST)}" if named else ""
+        return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
+
+    def __repr__(self) -> str:
+        return f"Comparison({'; '.join(self._summary())})"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        rest = f"\n\n{self.table(_MOST_IN_A_CELL)}" if self.nodes else ""
+        return preformatted("\n".join(self._summary()) + rest)
+
+    def _summary(self) -> list[str]:
+        """What ran, how many nodes were compared, and whether and where it goes wrong, in short lines."""
+        worst, variant = self.worst, self.variant
+        error = f", the largest error {worst.error:.2e} at {_place(worst)}" if worst is not None else ""
+        gradients = f" and {len(self.parameters)} gradients of parameters" if self.scale is not None else ""
+        finite = "finite" if self.is_finite else "not finite"
+        begins = [self.begins.says] if self.begins.says else []
+        return [
+            f"{variant.low} on {variant.device}, {variant.mode} mode, op list {variant.op_list}",
+            f"{len(self.nodes)} nodes{gradients} compared with float32: {finite}{error}",
+            *begins,
+        ]
+
+    def to_json(self) -> str:
+        """Write the comparison as JSON text; :meth:`from_json` reads it back.
+
+        Infinity and NaN become the strings ``"inf"`` and ``"nan"``, because JSON has no such numbers.
+        """
+        data = {"format": _FORMAT, **plain_data(self, NON_FINITE_AS_TEXT)}
+        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        """Read the comparison that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such JSON.
+        """
+        try:
+            data: dict[str, Any] = parsed_json(text)
+            if (version := data.pop("format")) != _FORMAT:
+                raise ArgumentError(f"this comparison has format {version!r}, and this version reads {_FORMAT}")
+            return typed_data(cls, data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"this is not a comparison written by to_json: {error!r}") from error
+
+
 # Measure the deviation of 16-bit values from float32 values.
+
 
 _PIECE = 1 << 20  # elements
 
@@ -208,188 +392,6 @@ class ComparedVariant:
         """Make the key of ``variant``."""
         plan, sizes = variant.plan, str(variant.guard)
         return cls(variant.mode, str(variant.structure), sizes, plan.low, plan.device, plan.op_list)
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison:
-    """A comparison of a converted graph with the float32 graph, node by node in graph order. ``str`` gives the table.
-
-    Attributes:
-        nodes: the nodes that both graphs have and that have floating-point values.
-        skipped: the number of computing nodes that only one graph has, not counting casts: recomposed nodes, and those
-            that they became.
-        whole: names of nodes whose sub-graphs were not looked into: ``cond`` and loops.
-        parameters: the gradients of parameters and of inputs that require one; empty if gradients were not compared.
-        scale: the loss scale of the gradients; None if gradients were not compared.
-        variant: the variant that ran.
-        recomposed: the nodes of the converted graph that stand for others of the float32 graph, which are not compared.
-        cancellations: the sums and differences of nearly equal values that made a rounding large.
-    """
-
-    nodes: tuple[ComparedNode, ...]
-    skipped: int
-    whole: tuple[str, ...]
-    parameters: tuple[ComparedParameter, ...]
-    scale: float | None
-    variant: ComparedVariant
-    recomposed: tuple[Recomposed, ...] = ()
-    cancellations: tuple[Cancellation, ...] = ()
-
-    def __getitem__(self, name: str) -> ComparedNode:
-        """Return the node called ``name``.
-
-        Raises:
-            KeyError: no compared node has this name.
-        """
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise UnknownNameError(f"no node {name!r} was compared")
-
-    @property
-    def worst(self) -> ComparedNode | None:
-        """The first node that overflowed, else the one with the largest error; None if nothing was compared."""
-        return max(self.nodes, key=lambda node: node.severity, default=None)
-
-    @property
-    def source(self) -> ComparedNode | None:
-        """The origin of the error: the first node that overflowed, else the one that adds most to what it inherits."""
-        return max(self.nodes, key=lambda node: node.added, default=None)
-
-    @property
-    def first_non_finite(self) -> ComparedNode | None:
-        """The first node with Inf or NaN where float32 is finite; None if there is no such node."""
-        return next((node for node in self.nodes if node.overflow), None)
-
-    @property
-    def worst_gradient(self) -> ComparedNode | None:
-        """The first gradient to overflow in backward order, else the one with the largest error; None if none."""
-        return max(self._backwards(), key=lambda node: node.gradient.severity if node.gradient else 0.0, default=None)
-
-    @property
-    def first_non_finite_gradient(self) -> ComparedNode | None:
-        """The first node in backward order with a gradient of Inf or NaN where float32's is finite; None if none."""
-        return next((node for node in self._backwards() if node.gradient and node.gradient.overflow), None)
-
-    @property
-    def is_finite(self) -> bool:
-        """True if all values and gradients are finite where float32's are."""
-        gradients = (*(node.gradient for node in self._backwards()), *self.parameters)
-        return not any(deviation is not None and deviation.overflow for deviation in (*self.nodes, *gradients))
-
-    def _backwards(self) -> list[ComparedNode]:
-        return [node for node in reversed(self.nodes) if node.gradient is not None]
-
-    def table(self, most: int = 20, *, in_order: bool = False, gradients: bool = False) -> str:
-        """Write the nodes as a table, the worst first: those that overflow, then by predicted errors if there are any.
-
-        Args:
-            most: the number of rows to show.
-            in_order: show the first nodes in graph order instead.
-            gradients: show gradients instead of values, and parameters after nodes; ``in_order`` then means backward
-                order.
-        """
-        nodes = self._backwards() if gradients else list(self.nodes)
-        if not in_order:
-            nodes.sort(key=lambda node: _rank(node, node.gradient if gradients else node))
-        is_predicted = any(node.predicted is not None for node in nodes)
-        rows = [(_names(node, is_predicted), node.gradient if gradients else node) for node in nodes]
-        deviations = [(names, deviation) for names, deviation in rows if deviation is not None]
-        titles = ("node", "op", "module", "runs", *(["predicted"] if is_predicted else []))
-        lines = [*_lines(titles, deviations, most, "nodes"), *([_PREDICTED] if is_predicted else [])]
-        if gradients:
-            ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
-            lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
-        begins = self._gradients_begin() if gradients else self._values_begin()
-        return "\n".join([*lines, *([begins.report] if begins.says else []), self._rest()])
-
-    @property
-    def begins(self) -> Beginning:
-        """Where the error begins: Inf and NaN of values, else of gradients, else the largest error that a node adds."""
-        values, gradients = self._values_begin(), self._gradients_begin()
-        return gradients if gradients.is_failure and not values.is_failure else values
-
-    def _values_begin(self) -> Beginning:
-        source = self.source
-        if source is not None and source.overflow:
-            behind = next((one for one in self.cancellations if one.node == source.cancels), None)
-            says = f"Inf and NaN begin at {_place(source)}" + (f"; before it, {behind.node} {behind}" if behind else "")
-            return Beginning(says, source.name, is_failure=True, fix=behind.fix if behind else "")
-        if source is not None and source.added:
-            behind = self._cancellation_behind(source)
-            node = self[behind.node] if behind is not None else source
-            says = f"the error begins at {_place(node)}: {node.error:.2e}, {node.inherited:.2e} in what it reads"
-            return Beginning(f"{says}; {behind}" if behind else says, node.name, fix=behind.fix if behind else "")
-        return Beginning()
-
-    def _cancellation_behind(self, source: ComparedNode) -> Cancellation | None:
-        """The cancellation by which ``source`` has its error, and not by rounding."""
-        is_inherited = source.precision == "float32" or source.inherited > source.error / 10
-        if source.cancels != source.name and not is_inherited:
-            return None
-        return next((one for one in self.cancellations if one.node == source.cancels), None)
-
-    def _gradients_begin(self) -> Beginning:
-        first, lost = self.first_non_finite_gradient, [one.name for one in self.parameters if one.overflow]
-        if first is not None:
-            says = f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
-            return Beginning(says, first.name, is_failure=True)
-        if not lost:
-            return Beginning()
-        says = f"Inf and NaN are in gradients of parameters alone: {listed(lost, 1)}; a smaller scale avoids them"
-        return Beginning(says, is_failure=True)
-
-    def _rest(self) -> str:
-        whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
-        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed]
-        recomposed = f"; recomposed: {listed(named, _MOST)}" if named else ""
-        return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
-
-    def __repr__(self) -> str:
-        return f"Comparison({'; '.join(self._summary())})"
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        rest = f"\n\n{self.table(_MOST_IN_A_CELL)}" if self.nodes else ""
-        return preformatted("\n".join(self._summary()) + rest)
-
-    def _summary(self) -> list[str]:
-        """What ran, how many nodes were compared, and whether and where it goes wrong, in short lines."""
-        worst, variant = self.worst, self.variant
-        error = f", the largest error {worst.error:.2e} at {_place(worst)}" if worst is not None else ""
-        gradients = f" and {len(self.parameters)} gradients of parameters" if self.scale is not None else ""
-        finite = "finite" if self.is_finite else "not finite"
-        begins = [self.begins.says] if self.begins.says else []
-        return [
-            f"{variant.low} on {variant.device}, {variant.mode} mode, op list {variant.op_list}",
-            f"{len(self.nodes)} nodes{gradients} compared with float32: {finite}{error}",
-            *begins,
-        ]
-
-    def to_json(self) -> str:
-        """Write the comparison as JSON text; :meth:`from_json` reads it back.
-
-        Infinity and NaN become the strings ``"inf"`` and ``"nan"``, because JSON has no such numbers.
-        """
-        data = {"format": _FORMAT, **plain_data(self, NON_FINITE_AS_TEXT)}
-        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Comparison:
-        """Read the comparison that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: the text is not such JSON.
-        """
-        try:
-            data: dict[str, Any] = parsed_json(text)
-            if (version := data.pop("format")) != _FORMAT:
-                raise ArgumentError(f"this comparison has format {version!r}, and this version reads {_FORMAT}")
-            return typed_data(cls, data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"this is not a comparison written by to_json: {error!r}") from error
 
 
 def _rank(node: ComparedNode, deviation: Deviation | None) -> tuple[bool, float, float]:

@@ -16,18 +16,6 @@ from autocastfx.report.view import View, float8_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 
-class Explanation(str):
-    """A text that a notebook's cell shows line by line. In all else a ``str``."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return preformatted(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-
 def explain(amp_model: nn.Module, what: str) -> Explanation:
     """Explain why the nodes that ``what`` names run in their precision, and what would change it.
 
@@ -58,6 +46,18 @@ def explain(amp_model: nn.Module, what: str) -> Explanation:
     if not paragraphs:
         raise unknown[0]
     return Explanation("\n".join(part for paragraph in paragraphs for part in (paragraph, "")))
+
+
+class Explanation(str):
+    """A text that a notebook's cell shows line by line. In all else a ``str``."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
 
 def _paragraphs(shown: View, what: str) -> Iterator[str]:

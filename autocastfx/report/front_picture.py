@@ -21,30 +21,6 @@ _MARGIN = 0.06  # of an axis, on either side of the points
 _MIDDLE, _END = 'text-anchor="middle"', 'text-anchor="end"'
 
 
-@dataclass(frozen=True)
-class Front:
-    """What is drawn. The axis of errors is of ratios, so errors are above 0.
-
-    Only ``tuned`` may be without one: it is then drawn on the lower edge.
-
-    Attributes:
-        title: above the picture.
-        cuts: the plans of the sweep, with the errors that are predicted.
-        measured: plans with the errors that were measured.
-        start: the list to start from.
-        tuned: the plan that was chosen.
-        error, bytes: the budget.
-    """
-
-    title: str
-    cuts: Sequence[Place]
-    measured: Sequence[Place]
-    start: Place | None
-    tuned: Place | None
-    error: float | None = None
-    bytes: float | None = None
-
-
 def front_picture(front: Front) -> str:
     """Return the SVG text, which ends with a newline."""
     points = [*front.cuts, *front.measured, *filter(None, (front.start, front.tuned))] or [(1e6, 1.0)]
@@ -68,6 +44,30 @@ def front_picture(front: Front) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class Front:
+    """What is drawn. The axis of errors is of ratios, so errors are above 0.
+
+    Only ``tuned`` may be without one: it is then drawn on the lower edge.
+
+    Attributes:
+        title: above the picture.
+        cuts: the plans of the sweep, with the errors that are predicted.
+        measured: plans with the errors that were measured.
+        start: the list to start from.
+        tuned: the plan that was chosen.
+        error, bytes: the budget.
+    """
+
+    title: str
+    cuts: Sequence[Place]
+    measured: Sequence[Place]
+    start: Place | None
+    tuned: Place | None
+    error: float | None = None
+    bytes: float | None = None
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,6 @@ _BY_CATEGORY = (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE)
 
 
 @dataclass(frozen=True)
-class Float32Reason:
-    """A reason that keeps ops in float32.
-
-    Attributes:
-        says: the reason in words.
-        count: how many computing ops it keeps there.
-        ops: their names, the most frequent first.
-    """
-
-    says: str
-    count: int
-    ops: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Headline:
     """How much of a graph runs in 16 bits.
 
@@ -68,6 +53,21 @@ class Headline:
         clauses += [f"{self.float8:,} of them partly in float8"] if self.float8 else []
         clauses += [f"{percent(self.flops_low, self.flops)} of matrix FLOPs"] if self.flops else []
         return ", ".join(clauses)
+
+
+@dataclass(frozen=True)
+class Float32Reason:
+    """A reason that keeps ops in float32.
+
+    Attributes:
+        says: the reason in words.
+        count: how many computing ops it keeps there.
+        ops: their names, the most frequent first.
+    """
+
+    says: str
+    count: int
+    ops: tuple[str, ...]
 
 
 def percent(part: int, of: int) -> str:

@@ -49,7 +49,71 @@ from autocastfx.report.lint.roofline import ProductFlops, bytes_of
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
+# Say what a measured sensitivity predicts for a node of a plan, and for the plan.
+
+
+@dataclass(frozen=True)
+class PredictedError:
+    """What was measured for a graph.
+
+    Attributes:
+        of: what changes, ``"gradient"`` or ``"output"``; a word for both where the measurement is not at hand.
+        effects: of the nodes of graphs in the mode of this one; empty likewise.
+    """
+
+    of: str = "result"
+    effects: Mapping[Key, Effect] = field(default_factory=dict[Key, Effect])
+
+    @classmethod
+    def by(cls, sensitivity: Sensitivity, mode: str) -> PredictedError:
+        """Take what was measured for a graph in ``mode``; that of a graph in mixed modes counts as training."""
+        return cls(sensitivity.of, sensitivity.effects_in("eval" if mode == "eval" else "train"))
+
+    def sentences(self, node: PlannedNode) -> Iterator[str]:
+        """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
+        is_low = node.placement.run is Precision.LOW
+        if node.error is not None:
+            what = "16 bits and float8" if node.products and node.float8 and node.float8.errors else "16 bits"
+            subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
+            yield f"{subject} the {self.of} by {node.error:.1e}."
+        effect = self.effects.get((node.name, node.op, node.module))
+        if not is_low and effect is not None and effect.overflows:
+            yield "In 16 bits a value would overflow."
+        elif not is_low and effect is not None and effect.error:
+            yield f"In 16 bits it would change the {self.of} by {effect.error:.1e}."
+
+
+@dataclass(frozen=True)
+class View:
+    """A converted graph for the renderers.
+
+    Attributes:
+        plan: the graph's plan.
+        variant: a description of the variant.
+        title: what tells it from the model's other graphs: number, mode, inputs with their sizes, device.
+        mode, call, sizes: the variant's key, as in ``ComparedVariant``.
+        rows: in graph order; the rows of a sub-graph follow the node that runs it.
+        codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
+        model: the name of the model's class, where it is known.
+        predicted: what was measured for the graph, for what its plan predicts.
+        outside: sentences on what of the model is in no graph, and on rules that match nothing.
+    """
+
+    plan: Plan
+    variant: str
+    rows: tuple[Row, ...]
+    mode: str = ""
+    call: str = ""
+    sizes: str = ""
+    codes: Mapping[str, str] = field(default_factory=dict[str, str])
+    model: str = ""
+    predicted: PredictedError = field(default_factory=PredictedError)
+    outside: tuple[str, ...] = ()
+    title: str = ""
+
+
 # Write the shapes of a graph's values.
+
 
 Values = tuple[torch.Tensor, ...]
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
@@ -147,40 +211,6 @@ def _text(setting: Any) -> str:
     if isinstance(setting, torch.dtype):
         return dtype_name(setting)
     return setting.name if isinstance(setting, fx.Node) else repr(setting)
-
-
-# Say what a measured sensitivity predicts for a node of a plan, and for the plan.
-
-
-@dataclass(frozen=True)
-class PredictedError:
-    """What was measured for a graph.
-
-    Attributes:
-        of: what changes, ``"gradient"`` or ``"output"``; a word for both where the measurement is not at hand.
-        effects: of the nodes of graphs in the mode of this one; empty likewise.
-    """
-
-    of: str = "result"
-    effects: Mapping[Key, Effect] = field(default_factory=dict[Key, Effect])
-
-    @classmethod
-    def by(cls, sensitivity: Sensitivity, mode: str) -> PredictedError:
-        """Take what was measured for a graph in ``mode``; that of a graph in mixed modes counts as training."""
-        return cls(sensitivity.of, sensitivity.effects_in("eval" if mode == "eval" else "train"))
-
-    def sentences(self, node: PlannedNode) -> Iterator[str]:
-        """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
-        is_low = node.placement.run is Precision.LOW
-        if node.error is not None:
-            what = "16 bits and float8" if node.products and node.float8 and node.float8.errors else "16 bits"
-            subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
-            yield f"{subject} the {self.of} by {node.error:.1e}."
-        effect = self.effects.get((node.name, node.op, node.module))
-        if not is_low and effect is not None and effect.overflows:
-            yield "In 16 bits a value would overflow."
-        elif not is_low and effect is not None and effect.error:
-            yield f"In 16 bits it would change the {self.of} by {effect.error:.1e}."
 
 
 def error_cell(error: float | None) -> str:
@@ -330,35 +360,6 @@ class Row:
 
 
 _MOUNTED = re.compile(r"^_variants_*\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
-
-
-@dataclass(frozen=True)
-class View:
-    """A converted graph for the renderers.
-
-    Attributes:
-        plan: the graph's plan.
-        variant: a description of the variant.
-        title: what tells it from the model's other graphs: number, mode, inputs with their sizes, device.
-        mode, call, sizes: the variant's key, as in ``ComparedVariant``.
-        rows: in graph order; the rows of a sub-graph follow the node that runs it.
-        codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
-        model: the name of the model's class, where it is known.
-        predicted: what was measured for the graph, for what its plan predicts.
-        outside: sentences on what of the model is in no graph, and on rules that match nothing.
-    """
-
-    plan: Plan
-    variant: str
-    rows: tuple[Row, ...]
-    mode: str = ""
-    call: str = ""
-    sizes: str = ""
-    codes: Mapping[str, str] = field(default_factory=dict[str, str])
-    model: str = ""
-    predicted: PredictedError = field(default_factory=PredictedError)
-    outside: tuple[str, ...] = ()
-    title: str = ""
 
 
 _MOST_INPUTS = 4  # that a title names

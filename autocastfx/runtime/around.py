@@ -36,32 +36,6 @@ _tracer: Any = _symbolic_trace
 _CONVERTS = ("default", "fail_on_recompile")  # the stances in which Dynamo runs nothing as it is
 
 
-def is_inside() -> bool:
-    """True if something is around this call that Dynamo does not look through."""
-    return bool(
-        _C._len_torch_dispatch_stack()
-        or _functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or _is_traced_here()
-        or torch._dynamo.eval_frame._stance.stance != "default"
-        or getattr(_guards._TLS, "tracing_context", None) is not None  # in a quarter of the time of try_get
-        or _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
-    )
-
-
-def _is_traced_here() -> bool:
-    """True if torch's flags say that something is traced or compiled, unless a capture in another thread set them.
-
-    They belong to the process: whoever restores another thread's after its end sets them for ever.
-    """
-    if not (_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag):
-        return False
-    is_mine = CAPTURING.acquire(blocking=False)
-    if is_mine:
-        CAPTURING.release()
-    return is_mine and bool(_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag)
-
-
 class Around:
     """What is around a call: left while Dynamo looks, and entered again while the converted graph runs.
 
@@ -173,6 +147,32 @@ class Around:
                 torch._dynamo.maybe_mark_dynamic(other, dim)
         self._kept[id(tensor)], self._given[id(other)] = other, tensor
         return other
+
+
+def is_inside() -> bool:
+    """True if something is around this call that Dynamo does not look through."""
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or _is_traced_here()
+        or torch._dynamo.eval_frame._stance.stance != "default"
+        or getattr(_guards._TLS, "tracing_context", None) is not None  # in a quarter of the time of try_get
+        or _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def _is_traced_here() -> bool:
+    """True if torch's flags say that something is traced or compiled, unless a capture in another thread set them.
+
+    They belong to the process: whoever restores another thread's after its end sets them for ever.
+    """
+    if not (_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag):
+        return False
+    is_mine = CAPTURING.acquire(blocking=False)
+    if is_mine:
+        CAPTURING.release()
+    return is_mine and bool(_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag)
 
 
 def replace_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -39,123 +39,6 @@ if TYPE_CHECKING:
     from autocastfx.runtime.around import Around
 
 
-class Runs(Protocol):
-    """A conversion, which makes something of each captured graph and runs it."""
-
-    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
-        """Run a graph as converted, with Dynamo's inputs."""
-        ...
-
-    def _prepare(self, graph: CapturedGraph) -> None:
-        """Convert a graph while Dynamo captures: what that settles of symbolic sizes is part of Dynamo's guards."""
-        ...
-
-
-@dataclass
-class Now(threading.local):
-    """The call of a converted model that is running in a thread."""
-
-    runs: Runs | None = None
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    without: Callable[[], AbstractContextManager[object]] | None = None  # gradients are switched off by this
-    around: Around | None = None  # what is left meanwhile, and entered again where the converted graph runs
-    last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
-
-
-NOW = Now()
-
-
-@dataclass
-class Results:
-    """Where the leaves of the model's output are: a graph of Dynamo's gives what Dynamo needs, in an order of its own.
-
-    Attributes:
-        spec: the nesting of the output; None until a call has shown it.
-        places: of each leaf: the number of an output, or of a tensor of the call; or a value that is neither.
-    """
-
-    spec: pytree.TreeSpec | None = None
-    places: tuple[tuple[str, Any], ...] = ()
-
-    def note(self, result: Any, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Find the leaves of what a call with ``tensors`` has returned among the outputs of the graph."""
-        leaves, self.spec = pytree.tree_flatten(result)
-        known = {id(one): ("tensor", i) for i, one in enumerate(tensors)}
-        known |= {id(one): ("output", i) for i, one in enumerate(outputs) if isinstance(one, torch.Tensor)}
-        self.places = tuple(known.get(id(one)) or ("value", one) for one in leaves)
-
-    def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the model's output, from the outputs of the graph and the tensors of the call."""
-        given = {"output": outputs, "tensor": tensors}
-        leaves = [given[kind][where] if kind in given else where for kind, where in self.places]
-        return pytree.tree_unflatten(leaves, cast("pytree.TreeSpec", self.spec))
-
-
-@dataclass(eq=False)
-class CapturedGraph:
-    """A graph that Dynamo has captured.
-
-    Attributes:
-        captured: the graph; its inputs are the tensors of the call, and what else Dynamo passes.
-        places: the names of Dynamo's inputs, in Dynamo's order.
-        held: the names of parameters and buffers that it reads, and of tensors from elsewhere, with what was last read.
-        others: how many inputs are no tensors of the call: numbers that change from call to call.
-        results: where the model's output is.
-        inside: graphs that run again in backward, by the node that calls them.
-        varying: the names of tensors in ``held`` whose numbers have changed, so that nothing rests on them.
-        settled: the conditions on sizes that Dynamo guards.
-    """
-
-    captured: Captured
-    places: tuple[str, ...]
-    held: dict[str, Callable[[], torch.Tensor | None]]
-    others: int = 0
-    results: Results = field(default_factory=Results)
-    inside: Mapping[str, CapturedGraph] = field(default_factory=dict)
-    varying: set[str] = field(default_factory=set)
-    settled: frozenset[str] | None = None
-
-    def note(self, inputs: Sequence[Any]) -> None:
-        """Note which tensors a call reads that are no arguments."""
-        self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
-
-    def settle(self) -> None:
-        """Note for which sizes the graph is: Dynamo makes its guards."""
-        self.settled = frozenset(shape_guard(self.captured.graph.find_nodes(op="placeholder")).conditions)
-
-    def given(self, call: Call, inputs: Sequence[Any], own: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """Return all that a call gives the inputs of the graph, and what the graph reads that is not in ``own``.
-
-        Args:
-            call: its tensors are the first inputs; numbers that change from call to call come after them.
-            inputs: Dynamo's.
-            own: the model's parameters and buffers.
-        """
-        values = dict(zip(self.places, inputs, strict=True))
-        names = [str(node.target) for node in self.captured.graph.find_nodes(op="placeholder")]
-        numbers = (values[name] for name in names[len(call.tensors) :])
-        outside = {name: values[name] for name in self.held if name in values and name not in own}
-        return replace(call, tensors=(*call.tensors, *numbers)), outside
-
-    def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
-
-        Args:
-            own: the model's parameters and buffers, as they are now.
-        """
-        read = {name: own.get(name, reference()) for name, reference in self.held.items() if name not in self.varying}
-        return {name: tensor for name, tensor in read.items() if tensor is not None}
-
-
-def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Return what gives a tensor as long as the model holds it; a number that Dynamo made a tensor for ever."""
-    return weakref.ref(tensor) if tensor.ndim or isinstance(tensor, nn.Parameter) else lambda: tensor
-
-
-_LOCK = re.compile(r"enter a `(?:lock|RLock|Condition|Semaphore)`")  # as Dynamo says that a lock breaks the graph
-
-
 class Captures:
     """Captures a model at its calls, each time that no graph fits, and runs what fits.
 
@@ -301,6 +184,123 @@ class Captures:
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
         call, paths = self.signature.describe(NOW.args, NOW.kwargs), paths_of([self._root])
         return captured_graph(module, inputs, self._whole, paths, modes, call)
+
+
+class Runs(Protocol):
+    """A conversion, which makes something of each captured graph and runs it."""
+
+    def _run_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """Run a graph as converted, with Dynamo's inputs."""
+        ...
+
+    def _prepare(self, graph: CapturedGraph) -> None:
+        """Convert a graph while Dynamo captures: what that settles of symbolic sizes is part of Dynamo's guards."""
+        ...
+
+
+@dataclass
+class Now(threading.local):
+    """The call of a converted model that is running in a thread."""
+
+    runs: Runs | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    without: Callable[[], AbstractContextManager[object]] | None = None  # gradients are switched off by this
+    around: Around | None = None  # what is left meanwhile, and entered again where the converted graph runs
+    last: tuple[CapturedGraph, Sequence[Any], Any] | None = None  # the graph that ran, its inputs and its outputs
+
+
+NOW = Now()
+
+
+@dataclass
+class Results:
+    """Where the leaves of the model's output are: a graph of Dynamo's gives what Dynamo needs, in an order of its own.
+
+    Attributes:
+        spec: the nesting of the output; None until a call has shown it.
+        places: of each leaf: the number of an output, or of a tensor of the call; or a value that is neither.
+    """
+
+    spec: pytree.TreeSpec | None = None
+    places: tuple[tuple[str, Any], ...] = ()
+
+    def note(self, result: Any, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Find the leaves of what a call with ``tensors`` has returned among the outputs of the graph."""
+        leaves, self.spec = pytree.tree_flatten(result)
+        known = {id(one): ("tensor", i) for i, one in enumerate(tensors)}
+        known |= {id(one): ("output", i) for i, one in enumerate(outputs) if isinstance(one, torch.Tensor)}
+        self.places = tuple(known.get(id(one)) or ("value", one) for one in leaves)
+
+    def output(self, outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the model's output, from the outputs of the graph and the tensors of the call."""
+        given = {"output": outputs, "tensor": tensors}
+        leaves = [given[kind][where] if kind in given else where for kind, where in self.places]
+        return pytree.tree_unflatten(leaves, cast("pytree.TreeSpec", self.spec))
+
+
+@dataclass(eq=False)
+class CapturedGraph:
+    """A graph that Dynamo has captured.
+
+    Attributes:
+        captured: the graph; its inputs are the tensors of the call, and what else Dynamo passes.
+        places: the names of Dynamo's inputs, in Dynamo's order.
+        held: the names of parameters and buffers that it reads, and of tensors from elsewhere, with what was last read.
+        others: how many inputs are no tensors of the call: numbers that change from call to call.
+        results: where the model's output is.
+        inside: graphs that run again in backward, by the node that calls them.
+        varying: the names of tensors in ``held`` whose numbers have changed, so that nothing rests on them.
+        settled: the conditions on sizes that Dynamo guards.
+    """
+
+    captured: Captured
+    places: tuple[str, ...]
+    held: dict[str, Callable[[], torch.Tensor | None]]
+    others: int = 0
+    results: Results = field(default_factory=Results)
+    inside: Mapping[str, CapturedGraph] = field(default_factory=dict)
+    varying: set[str] = field(default_factory=set)
+    settled: frozenset[str] | None = None
+
+    def note(self, inputs: Sequence[Any]) -> None:
+        """Note which tensors a call reads that are no arguments."""
+        self.held |= {n: _reference(t) for n, t in zip(self.places, inputs, strict=True) if n in self.held}
+
+    def settle(self) -> None:
+        """Note for which sizes the graph is: Dynamo makes its guards."""
+        self.settled = frozenset(shape_guard(self.captured.graph.find_nodes(op="placeholder")).conditions)
+
+    def given(self, call: Call, inputs: Sequence[Any], own: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """Return all that a call gives the inputs of the graph, and what the graph reads that is not in ``own``.
+
+        Args:
+            call: its tensors are the first inputs; numbers that change from call to call come after them.
+            inputs: Dynamo's.
+            own: the model's parameters and buffers.
+        """
+        values = dict(zip(self.places, inputs, strict=True))
+        names = [str(node.target) for node in self.captured.graph.find_nodes(op="placeholder")]
+        numbers = (values[name] for name in names[len(call.tensors) :])
+        outside = {name: values[name] for name in self.held if name in values and name not in own}
+        return replace(call, tensors=(*call.tensors, *numbers)), outside
+
+    def read(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the graph reads that is no argument, as far as it is there and its numbers stay.
+
+        Args:
+            own: the model's parameters and buffers, as they are now.
+        """
+        read = {name: own.get(name, reference()) for name, reference in self.held.items() if name not in self.varying}
+        return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return what gives a tensor as long as the model holds it; a number that Dynamo made a tensor for ever."""
+    return weakref.ref(tensor) if tensor.ndim or isinstance(tensor, nn.Parameter) else lambda: tensor
+
+
+_LOCK = re.compile(r"enter a `(?:lock|RLock|Condition|Semaphore)`")  # as Dynamo says that a lock breaks the graph
 
 
 class _AsksError(BaseException):

@@ -69,6 +69,49 @@ _APART_ON = {"cpu": frozenset(("dropout", "native_dropout"))}
 _LEAST = 2  # ops that compute: a region of fewer saves nothing
 
 
+class Region:
+    """A kind of region, compiled anew for each combination of sizes, strides, dtypes and gradients that it meets."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.__name__ = f"region_of_{sum(node.op == 'call_function' for node in module.graph.nodes)}_ops"
+        self._reaches = _reaches(module.graph)
+        self._reach_all = len({*self._reaches}) <= 1
+        self._lock = threading.Lock()
+        self._compiled: dict[object, Callable[..., Any]] = {}
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        """Compute the region."""
+        if torch._C._are_functorch_transforms_active() or not all(map(is_concrete, given)):
+            return self.module(*given)
+        records = torch.is_grad_enabled()
+        key = (records, *((t.dtype, t.shape, t.stride(), t.device, records and t.requires_grad) for t in given))
+        run = self._compiled.get(key)
+        if run is None:
+            with self._lock:
+                run = self._compiled.get(key) or self._compile(given)
+                self._compiled[key] = run
+        made = run(*given)
+        if records and not self._reach_all:
+            _give_no_zeros(made, given, self._reaches)
+        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+    def _compile(self, given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        from torch._functorch._aot_autograd import graph_compile
+        from torch._inductor.compile_fx import compile_fx
+
+        examples = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+        records = torch.is_grad_enabled()
+        # What backward saves is not given away, for it may run twice. (Where torch's switch for that is off, such a
+        # backward still raises.)
+        kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+        plain: Any = torch._C._DisableAutocast()
+        with own_thread_state(), warnings.catch_warnings(), kept, plain, torch.set_grad_enabled(records):
+            warnings.simplefilter("ignore")  # of a compiler, about the machine
+            compiled: Any = compile_fx(fx.GraphModule(self.module, _in_a_tuple(self.module.graph)), examples)
+            return compiled
+
+
 def fuse_regions(graph: fx.Graph, device: str) -> fx.Graph:
     """Return ``graph``, which takes parameters as inputs, with a call of a :class:`Region` for each region.
 
@@ -175,49 +218,6 @@ def _kind(graph: fx.Graph) -> tuple[object, ...]:
 
 def _numbered(numbers: Mapping[fx.Node, int]) -> Callable[[fx.Node], Any]:
     return lambda node: f"%{numbers[node]}"
-
-
-class Region:
-    """A kind of region, compiled anew for each combination of sizes, strides, dtypes and gradients that it meets."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-        self.__name__ = f"region_of_{sum(node.op == 'call_function' for node in module.graph.nodes)}_ops"
-        self._reaches = _reaches(module.graph)
-        self._reach_all = len({*self._reaches}) <= 1
-        self._lock = threading.Lock()
-        self._compiled: dict[object, Callable[..., Any]] = {}
-
-    def __call__(self, *given: torch.Tensor) -> Any:
-        """Compute the region."""
-        if torch._C._are_functorch_transforms_active() or not all(map(is_concrete, given)):
-            return self.module(*given)
-        records = torch.is_grad_enabled()
-        key = (records, *((t.dtype, t.shape, t.stride(), t.device, records and t.requires_grad) for t in given))
-        run = self._compiled.get(key)
-        if run is None:
-            with self._lock:
-                run = self._compiled.get(key) or self._compile(given)
-                self._compiled[key] = run
-        made = run(*given)
-        if records and not self._reach_all:
-            _give_no_zeros(made, given, self._reaches)
-        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
-
-    def _compile(self, given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-        from torch._functorch._aot_autograd import graph_compile
-        from torch._inductor.compile_fx import compile_fx
-
-        examples = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
-        records = torch.is_grad_enabled()
-        # What backward saves is not given away, for it may run twice. (Where torch's switch for that is off, such a
-        # backward still raises.)
-        kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
-        plain: Any = torch._C._DisableAutocast()
-        with own_thread_state(), warnings.catch_warnings(), kept, plain, torch.set_grad_enabled(records):
-            warnings.simplefilter("ignore")  # of a compiler, about the machine
-            compiled: Any = compile_fx(fx.GraphModule(self.module, _in_a_tuple(self.module.graph)), examples)
-            return compiled
 
 
 # A compiled region gives each input a gradient, zeros where only results depend on it that get none. torch gives None

@@ -21,7 +21,31 @@ from autocastfx.training.copying_step import SOURCE
 from autocastfx.training.loss_scale import is_capturing
 from autocastfx.training.masters import TensorMark
 
+
+def working_copies(
+    copies: WorkingCopies | None, masters: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return the working copies of several ``masters``, as :func:`working_copy` does.
+
+    They share one autograd node, so that the host does less; the masters' gradients are there once it has those of all.
+    """
+    if copies is None:
+        return [master.to(dtype) for master in masters]
+    group = copies.groups.get((dtype, *map(id, masters)))
+    if group is not None and all(map(_learns, masters)) and torch.is_grad_enabled():
+        return group.read(masters)
+    entries = copies.of(masters, dtype) if group is None else group.copies
+    tensors = [master.to(dtype) if one is None else one.tensor for one, master in zip(entries, masters, strict=True)]
+    learning = [i for i, master in enumerate(masters) if entries[i] is not None and master.requires_grad]
+    if learning and torch.is_grad_enabled():
+        read = read_copies([tensors[i] for i in learning], *[masters[i] for i in learning])
+        for i, copy in zip(learning, read, strict=True):
+            tensors[i] = copy
+    return tensors
+
+
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
+
 
 _owners: Callable[[int], int] = cast("Any", torch._C)._storage_Use_Count
 _next_sequence_number: Callable[[], int] = cast("Any", torch._C)._autograd._get_sequence_nr
@@ -152,28 +176,6 @@ def working_copy(copies: WorkingCopies | None, master: torch.Tensor, dtype: torc
         dtype: the 16-bit dtype.
     """
     return working_copies(copies, [master], dtype)[0]
-
-
-def working_copies(
-    copies: WorkingCopies | None, masters: Sequence[torch.Tensor], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return the working copies of several ``masters``, as :func:`working_copy` does.
-
-    They share one autograd node, so that the host does less; the masters' gradients are there once it has those of all.
-    """
-    if copies is None:
-        return [master.to(dtype) for master in masters]
-    group = copies.groups.get((dtype, *map(id, masters)))
-    if group is not None and all(map(_learns, masters)) and torch.is_grad_enabled():
-        return group.read(masters)
-    entries = copies.of(masters, dtype) if group is None else group.copies
-    tensors = [master.to(dtype) if one is None else one.tensor for one, master in zip(entries, masters, strict=True)]
-    learning = [i for i, master in enumerate(masters) if entries[i] is not None and master.requires_grad]
-    if learning and torch.is_grad_enabled():
-        read = read_copies([tensors[i] for i in learning], *[masters[i] for i in learning])
-        for i, copy in zip(learning, read, strict=True):
-            tensors[i] = copy
-    return tensors
 
 
 def quantized_copy(

@@ -15,7 +15,61 @@ import torch
 
 from autocastfx.errors import ArgumentError, LossScaleError
 
+
+class LossScale:
+    """A rule for the scale; by this one no step changes it.
+
+    Attributes:
+        is_checked: True if a step whose gradients are not all finite is skipped.
+    """
+
+    is_checked = True
+
+    @property
+    def initial(self) -> float:
+        """The scale of the first step."""
+        raise NotImplementedError
+
+    @property
+    def spare(self) -> int:
+        """The overflow at which the scale first backs off; 1: at the first."""
+        return 1
+
+    def state(self, device: torch.device) -> ScaleState:
+        """Make the state before the first step."""
+        return ScaleState(
+            torch.full((), self.initial, dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+            torch.full((), self.spare, dtype=torch.int32, device=device),
+            torch.zeros((), dtype=torch.float32, device=device),
+        )
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
+        """Update ``state`` after a step. ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
+
+        The host reads nothing.
+        """
+
+    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
+        """Return the numbers with which a run with this rule continues from a checkpoint that holds ``saved``.
+
+        Raises:
+            LossScaleError: a run with this rule cannot have the saved scale.
+        """
+        if saved.scale != _float32(self.initial):
+            raise LossScaleError(
+                f"the state holds the loss scale {saved.scale:g}, but the scale of {self} is always {self.initial:g}: "
+                f"{_OTHER_RULE}"
+            )
+        return ScaleNumbers(saved.scale, 0, 1)
+
+    def overflows_to_floor(self, scale: float) -> float:
+        """Return how many overflows bring ``scale`` to the floor, where one more is an error; inf without a floor."""
+        return math.inf
+
+
 # The changing state of a loss scale, as tensors on a device and as numbers in a checkpoint.
+
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -87,58 +141,6 @@ class ScaleNumbers:
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _LARGEST_FLOAT16 = 65504.0
 _OTHER_RULE = "give the rule of the run that was saved, or load the state without its 'loss_scale'."
-
-
-class LossScale:
-    """A rule for the scale; by this one no step changes it.
-
-    Attributes:
-        is_checked: True if a step whose gradients are not all finite is skipped.
-    """
-
-    is_checked = True
-
-    @property
-    def initial(self) -> float:
-        """The scale of the first step."""
-        raise NotImplementedError
-
-    @property
-    def spare(self) -> int:
-        """The overflow at which the scale first backs off; 1: at the first."""
-        return 1
-
-    def state(self, device: torch.device) -> ScaleState:
-        """Make the state before the first step."""
-        return ScaleState(
-            torch.full((), self.initial, dtype=torch.float32, device=device),
-            torch.zeros((), dtype=torch.int32, device=device),
-            torch.full((), self.spare, dtype=torch.int32, device=device),
-            torch.zeros((), dtype=torch.float32, device=device),
-        )
-
-    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Update ``state`` after a step. ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
-
-        The host reads nothing.
-        """
-
-    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """Return the numbers with which a run with this rule continues from a checkpoint that holds ``saved``.
-
-        Raises:
-            LossScaleError: a run with this rule cannot have the saved scale.
-        """
-        if saved.scale != _float32(self.initial):
-            raise LossScaleError(
-                f"the state holds the loss scale {saved.scale:g}, but the scale of {self} is always {self.initial:g}: "
-                f"{_OTHER_RULE}"
-            )
-        return ScaleNumbers(saved.scale, 0, 1)
-
-    def overflows_to_floor(self, scale: float) -> float:
-        """Return how many overflows bring ``scale`` to the floor, where one more is an error; inf without a floor."""
-        return math.inf
 
 
 @dataclass(frozen=True)

@@ -15,32 +15,6 @@ from autocastfx.errors import ArgumentError, LossScaleError
 from autocastfx.training.copying_step import writing_copies
 from autocastfx.training.gradients import local, settled
 
-# Detect that a tensor has been written to.
-
-
-class TensorMark:
-    """The memory of a tensor and its version counter, at one moment.
-
-    Writes through ``tensor.data`` (``p.data.copy_(other)``) change no counter and are not detected.
-    """
-
-    __slots__ = ("pointer", "storage", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
-        self.version, self.pointer = tensor._version, local_tensor.data_ptr()
-        self.storage = StorageWeakRef(local_tensor.untyped_storage())
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` has neither been written to nor been given other memory (``p.data = other``) since."""
-        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)
-        if self.version != tensor._version or self.pointer != local_tensor.data_ptr():
-            return False
-        return not self.storage.expired()  # an expired storage's address may have been reused
-
-
-_KERNELS: Any = torch  # its stubs leave the foreach kernels out
-
 
 class Masters:
     """The masters that an optimizer updates in place of a model's 16-bit parameters, as in Apex's ``FP16_Optimizer``.
@@ -216,3 +190,30 @@ class Masters:
                 else:
                     master.copy_(working)
                 self._marks[index] = TensorMark(working)
+
+
+# Detect that a tensor has been written to.
+
+
+class TensorMark:
+    """The memory of a tensor and its version counter, at one moment.
+
+    Writes through ``tensor.data`` (``p.data.copy_(other)``) change no counter and are not detected.
+    """
+
+    __slots__ = ("pointer", "storage", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+        self.version, self.pointer = tensor._version, local_tensor.data_ptr()
+        self.storage = StorageWeakRef(local_tensor.untyped_storage())
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` has neither been written to nor been given other memory (``p.data = other``) since."""
+        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)
+        if self.version != tensor._version or self.pointer != local_tensor.data_ptr():
+            return False
+        return not self.storage.expired()  # an expired storage's address may have been reused
+
+
+_KERNELS: Any = torch  # its stubs leave the foreach kernels out

@@ -14,42 +14,6 @@ from autocastfx.training.gradients import local
 from autocastfx.training.masters import Masters, TensorMark
 from autocastfx.training.wrapping_optimizer import needs_closure, steps_by_itself
 
-# Split a float32 number, and join it again. The weight is rounded to nearest, halves away from zero: then what is left,
-# the lower 16 bits read as a whole number with its sign, says which number it was. Halves rounded to even, as
-# ``to(bfloat16)`` does, would take one bit more: an even weight stands for the halves on both of its sides.
-
-_HALF, _INFINITY = 1 << 15, 0x7F80
-
-
-def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
-    """Write a float32 tensor as a weight and a rest, in place. ``master`` is used up.
-
-    Args:
-        master: float32.
-        weight: bfloat16, of the same shape.
-        rest: int16, of the same shape.
-    """
-    are_nan = master.isnan()  # some would overflow to -0.0
-    bits = master.view(torch.int32)
-    rest.copy_(bits)
-    weight.view(torch.int16).copy_(bits.add_(_HALF).bitwise_right_shift_(16))
-    weight.masked_fill_(are_nan, torch.nan)
-
-
-def _drop_impossible(weight: torch.Tensor, rest: torch.Tensor) -> None:
-    magnitude = weight.view(torch.int16) & 0x7FFF
-    rest.masked_fill_(((magnitude == 0) & (rest < 0)) | ((magnitude == _INFINITY) & (rest > 0)), 0)
-
-
-def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the float32 tensor that was split; a NaN may have become another.
-
-    If ``weight`` was written since, the result rounds to what was written: ``rest`` is kept, but for those that 0 and
-    infinities cannot have, which become 0, in place.
-    """
-    _drop_impossible(weight, rest)
-    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
-
 
 class SplitMasters(Masters):
     """Masters of bfloat16 parameters that exist in float32 only while they are updated.
@@ -215,6 +179,44 @@ class SplitMasters(Masters):
         values = local(master)
         _put(master, values.new_full((), torch.nan).expand(values.shape))
         self._hidden[index] = TensorMark(master)
+
+
+# Split a float32 number, and join it again. The weight is rounded to nearest, halves away from zero: then what is left,
+# the lower 16 bits read as a whole number with its sign, says which number it was. Halves rounded to even, as
+# ``to(bfloat16)`` does, would take one bit more: an even weight stands for the halves on both of its sides.
+
+
+_HALF, _INFINITY = 1 << 15, 0x7F80
+
+
+def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
+    """Write a float32 tensor as a weight and a rest, in place. ``master`` is used up.
+
+    Args:
+        master: float32.
+        weight: bfloat16, of the same shape.
+        rest: int16, of the same shape.
+    """
+    are_nan = master.isnan()  # some would overflow to -0.0
+    bits = master.view(torch.int32)
+    rest.copy_(bits)
+    weight.view(torch.int16).copy_(bits.add_(_HALF).bitwise_right_shift_(16))
+    weight.masked_fill_(are_nan, torch.nan)
+
+
+def _drop_impossible(weight: torch.Tensor, rest: torch.Tensor) -> None:
+    magnitude = weight.view(torch.int16) & 0x7FFF
+    rest.masked_fill_(((magnitude == 0) & (rest < 0)) | ((magnitude == _INFINITY) & (rest > 0)), 0)
+
+
+def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return the float32 tensor that was split; a NaN may have become another.
+
+    If ``weight`` was written since, the result rounds to what was written: ``rest`` is kept, but for those that 0 and
+    infinities cannot have, which become 0, in place.
+    """
+    _drop_impossible(weight, rest)
+    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
 
 
 # Those that compute nothing of all parameters, and keep nothing for them.

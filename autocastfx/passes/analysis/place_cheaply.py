@@ -33,6 +33,60 @@ from autocastfx.policy.rule import Category
 
 _FEW = Readers()
 
+
+def place_cheaply(
+    graph: fx.Graph,
+    decisions: Mapping[fx.Node, Decision],
+    units: Units,
+    *,
+    folds: Mapping[fx.Node, Fold] | None = None,
+    keep_output_dtype: bool = True,
+    parameters: frozenset[str] = frozenset(),
+    rounds: bool = False,
+    measured: frozenset[fx.Node] = frozenset(),
+    priced: Iterable[Term] = (),
+    readers_of: Readers = _FEW,
+) -> dict[fx.Node, Placement]:
+    """A placement for each computing node of ``graph``.
+
+    Args:
+        graph: captured, with abstract values.
+        decisions: one for every ``call_*`` node.
+        units: of the same graph and decisions.
+        folds: ``deny`` nodes that may run low between low neighbours, and ``promote`` nodes before them, with what each
+            asks of its neighbours.
+        keep_output_dtype: whether the graph's outputs are read in float32.
+        parameters: ``get_attr`` targets that an ``infer`` may cast whose result ``allow`` ops alone read.
+        rounds: an ``infer`` may narrow activations, as a 16-bit model does.
+        measured: nodes that errors and bytes place, whatever their category.
+        priced: what errors cost.
+        readers_of: how many gradients the readers of a value give it.
+    """
+    open_ones = {u for u in units if len(u.nodes) == 1 and u.nodes[0] in measured}
+    folding = {u: fold for u, fold in _folding(units, folds or {}).items() if u not in open_ones}
+    float32 = _forced(units, folding, open_ones)
+    low = {u: Cause(Why(u.category.value)) for u in units if u.category.is_low and u not in open_ones}
+    readers = {u: _readers(u, units, keep_output_dtype) for u in units}
+    terms = list(_Terms(graph, units, float32, keep_output_dtype, readers_of))
+    provenance = Provenance.of(graph, units, parameters)
+    crowded = {u for u in units if any(readers_of.casts(node) > 1 for node in u.nodes)}
+    narrowed_anyway = _narrowed_anyway(units, readers, crowded, rounds=rounds)
+    terms += _rules(units, folding, provenance, readers, narrowed_anyway, open_ones, crowded, rounds=rounds)
+    terms += _taints(folding, float32.keys() | open_ones)
+    terms += priced
+    fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
+    low_labels = cheapest(terms, fixed)
+    for unit in units:
+        if unit in open_ones:
+            (low if unit in low_labels else float32)[unit] = Cause(Why.MEASURED)
+        elif unit in low_labels:
+            low.setdefault(unit, Cause(Why.FOLDED if unit in folding else Why.FEWEST_BYTES))
+        else:
+            why = _why(unit, folding, units, low_labels, provenance, narrowed_anyway, rounds=rounds)
+            float32.setdefault(unit, Cause(why))
+    return units.placements(decisions, low, float32)
+
+
 # Folding: which nodes may yet take and give 16 bits where their list asks for float32. Pure.
 #
 # A ``deny`` node may, whose kernel computes in float32 inside; and a ``promote`` node that only joins values (a class
@@ -321,59 +375,6 @@ class _Taint:
     """The label of whether a ``deny`` that folds has tainted a unit; low if not."""
 
     unit: Unit
-
-
-def place_cheaply(
-    graph: fx.Graph,
-    decisions: Mapping[fx.Node, Decision],
-    units: Units,
-    *,
-    folds: Mapping[fx.Node, Fold] | None = None,
-    keep_output_dtype: bool = True,
-    parameters: frozenset[str] = frozenset(),
-    rounds: bool = False,
-    measured: frozenset[fx.Node] = frozenset(),
-    priced: Iterable[Term] = (),
-    readers_of: Readers = _FEW,
-) -> dict[fx.Node, Placement]:
-    """A placement for each computing node of ``graph``.
-
-    Args:
-        graph: captured, with abstract values.
-        decisions: one for every ``call_*`` node.
-        units: of the same graph and decisions.
-        folds: ``deny`` nodes that may run low between low neighbours, and ``promote`` nodes before them, with what each
-            asks of its neighbours.
-        keep_output_dtype: whether the graph's outputs are read in float32.
-        parameters: ``get_attr`` targets that an ``infer`` may cast whose result ``allow`` ops alone read.
-        rounds: an ``infer`` may narrow activations, as a 16-bit model does.
-        measured: nodes that errors and bytes place, whatever their category.
-        priced: what errors cost.
-        readers_of: how many gradients the readers of a value give it.
-    """
-    open_ones = {u for u in units if len(u.nodes) == 1 and u.nodes[0] in measured}
-    folding = {u: fold for u, fold in _folding(units, folds or {}).items() if u not in open_ones}
-    float32 = _forced(units, folding, open_ones)
-    low = {u: Cause(Why(u.category.value)) for u in units if u.category.is_low and u not in open_ones}
-    readers = {u: _readers(u, units, keep_output_dtype) for u in units}
-    terms = list(_Terms(graph, units, float32, keep_output_dtype, readers_of))
-    provenance = Provenance.of(graph, units, parameters)
-    crowded = {u for u in units if any(readers_of.casts(node) > 1 for node in u.nodes)}
-    narrowed_anyway = _narrowed_anyway(units, readers, crowded, rounds=rounds)
-    terms += _rules(units, folding, provenance, readers, narrowed_anyway, open_ones, crowded, rounds=rounds)
-    terms += _taints(folding, float32.keys() | open_ones)
-    terms += priced
-    fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
-    low_labels = cheapest(terms, fixed)
-    for unit in units:
-        if unit in open_ones:
-            (low if unit in low_labels else float32)[unit] = Cause(Why.MEASURED)
-        elif unit in low_labels:
-            low.setdefault(unit, Cause(Why.FOLDED if unit in folding else Why.FEWEST_BYTES))
-        else:
-            why = _why(unit, folding, units, low_labels, provenance, narrowed_anyway, rounds=rounds)
-            float32.setdefault(unit, Cause(why))
-    return units.placements(decisions, low, float32)
 
 
 def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:

@@ -30,6 +30,27 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from autocastfx.runtime.operators.norms import layer_norm
 
+
+@dataclass(eq=False)
+class Unit:
+    """Nodes that are placed as one. ``before`` and ``after`` are its neighbours, once for each value between them."""
+
+    nodes: list[fx.Node]
+    category: Category
+    before: list[Unit] = field(default_factory=list)
+    after: list[Unit] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of its first node."""
+        return self.nodes[0].name
+
+    @property
+    def is_free(self) -> bool:
+        """True if its category leaves its precision to the placement."""
+        return self.category.is_free
+
+
 # A cross entropy over classes that widens 16-bit logits itself.
 
 
@@ -208,26 +229,6 @@ class Ports:
 def with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     """The operands that have dimensions; all of them if none has."""
     return tuple(r for r in operands if tensors(r)[0].ndim) or operands
-
-
-@dataclass(eq=False)
-class Unit:
-    """Nodes that are placed as one. ``before`` and ``after`` are its neighbours, once for each value between them."""
-
-    nodes: list[fx.Node]
-    category: Category
-    before: list[Unit] = field(default_factory=list)
-    after: list[Unit] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The name of its first node."""
-        return self.nodes[0].name
-
-    @property
-    def is_free(self) -> bool:
-        """True if its category leaves its precision to the placement."""
-        return self.category.is_free
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,23 @@ _INTEGERS = {torch.int16, torch.int32, torch.int64}  # 16 bits hold all smaller 
 
 
 @dataclass(frozen=True)
+class Check:
+    """One step of a decision."""
+
+    look: Callable[[Case], Decision | str | None] = lambda case: case.listed  # how, or why, a case is decided here
+    forces: Forced | None = None  # the reason; None where a list gives it
+    category: Category = Category.DENY  # that it forces
+    when: Callable[[Case], bool] = lambda case: True  # whether it is asked, by what the list says
+    binds: bool = False  # so it is whoever asks for 16 bits, and also where the check is not asked
+    goes_on: bool = False  # what it gives is no end, but what the list says to the checks that follow
+
+    def __call__(self, case: Case) -> Decision | None:
+        """The decision on ``case``, if it is made here."""
+        why = self.look(case)
+        return Decision(self.category, why, self.forces or NO_SOURCE) if isinstance(why, str) else why
+
+
+@dataclass(frozen=True)
 class Case:
     """A node to decide, and what can be looked for there."""
 
@@ -283,23 +300,6 @@ class Case:
         number, listed = math.copysign(largest_mask(self.known.low), fill.number), self.listed
         words = f"{fill.argument}={fill.number:g}, which only hides scores, is {number:g} in {self._low_name}"
         return replace(listed, reason=f"{listed.reason}; {words}" if listed.reason else words)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One step of a decision."""
-
-    look: Callable[[Case], Decision | str | None] = lambda case: case.listed  # how, or why, a case is decided here
-    forces: Forced | None = None  # the reason; None where a list gives it
-    category: Category = Category.DENY  # that it forces
-    when: Callable[[Case], bool] = lambda case: True  # whether it is asked, by what the list says
-    binds: bool = False  # so it is whoever asks for 16 bits, and also where the check is not asked
-    goes_on: bool = False  # what it gives is no end, but what the list says to the checks that follow
-
-    def __call__(self, case: Case) -> Decision | None:
-        """The decision on ``case``, if it is made here."""
-        why = self.look(case)
-        return Decision(self.category, why, self.forces or NO_SOURCE) if isinstance(why, str) else why
 
 
 TENSOR_CLASS = Forced(

@@ -21,7 +21,123 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, Rule
 
+
+@dataclass(frozen=True)
+class Demands:
+    """The demands of one conversion.
+
+    Attributes:
+        ports: which inputs a node shares its precision with, and the list that holds the demands.
+        parameters: ``get_attr`` targets; a product with one of them is a layer, and keeps its precision.
+        cancelling: nodes in which large values cancel, with the reason.
+        offsets: likewise, of values and a parameter; products before them are no more exact than torch.autocast's.
+    """
+
+    ports: Ports
+    parameters: frozenset[str]
+    cancelling: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    offsets: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+
+    def __call__(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
+        """``decisions``, in which the ops that demand, and the free ones that lead to them, run in float32.
+
+        Args:
+            graph: captured, with abstract values.
+            decisions: one for every computing node.
+        """
+        new_decisions = dict(decisions)
+        storages = alias_sets(graph, self.ports.written)
+        wishes = _stored(graph, storages)
+        for node in reversed(graph.nodes):
+            reads = [u for u in uses(node) if has_float32(u.node)]
+            if node not in decisions or not (reads or has_float32(node)):
+                continue
+            decision, storage = decisions[node], storages.get(node)
+            asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
+            own, demanded = self._own(node, decision, reads, storages)
+            if own is not None and decision.category in own.forces:
+                new_decisions[node] = Decision(Category.DENY, own.reason, own.source)
+            elif own is None and asked is not None and decision.category is not Category.DENY:
+                if not self._may_obey(node, decision, asked, new_decisions):
+                    continue
+                new_decisions[node] = Decision(Category.DENY, f"leads to {asked.by}: {asked.reason}", asked.source)
+            is_stronger = asked is not None and (own is None or asked.through_products)
+            for read in reads if is_stronger else demanded:
+                wish = asked if is_stronger else own
+                value = _written_with(read.node, storages)
+                if wish is not None and (value not in wishes or wish.through_products):
+                    wishes[value] = wish
+        return new_decisions | dict(self._after(graph, new_decisions))
+
+    def _own(
+        self, node: fx.Node, decision: Decision, reads: list[Use], storages: Mapping[fx.Node, AliasSet]
+    ) -> tuple[_Wish | None, list[Use]]:
+        """The wish of ``node`` itself, and the reads that it is for; None if it has no wish."""
+        storage = storages.get(node)
+        if storage is not None and _is_state(storage) and self.ports.written(node):
+            reason = f"it computes the next contents of {storage.root.name}"
+            wish = _Wish(node.name, reason, UPDATE, through_products=True)
+            return wish, [u for u in reads if u.node not in storage.members]
+        if decision.source == EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
+            return _Wish(node.name, decision.reason, EPSILON), reads
+        demand = self.ports.op_list.demand(op_name(node))
+        divisor = self._divisor(node)
+        if demand is None and divisor is not None:
+            demand = self.ports.op_list.demand("div")
+        rule = self.ports.op_list.rule(op_name(node), self.ports.device)
+        is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
+        is_allowed = rule is not None and not rule.shipped and rule.category.is_low
+        if (cancels := self.cancelling.get(node, self.offsets.get(node))) and not (is_a_persons or is_allowed):
+            return _Wish(node.name, cancels, CANCELLATION, node in self.cancelling, _ANY), reads
+        if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
+            return None, []
+        effect = demand.effect
+        at = [u.node for u in reads if u.argument in (effect.at or effect.arguments or (u.argument,))]
+        at = at if divisor is None else [divisor]
+        if effect.of and not any(_is_made_by(value, effect.of, self.ports.op_list) for value in at):
+            return None, []
+        through = effect.through in ("products", "both")
+        wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, _FREE if divisor is None else _ANY)
+        named = effect.arguments if divisor is None else ()
+        demanded = [u for u in reads if u.argument in (named or (u.argument,))]
+        return (wish, demanded) if demanded else (None, [])
+
+    def _divisor(self, node: fx.Node) -> fx.Node | None:
+        """What a product divides by: ``b`` of ``a * (1 / b)``, and of ``einsum("nm,mk,n->nk", a, c, 1 / b)``."""
+        made_by = [u.node for u in uses(node) if has_float32(u.node)]
+        is_mul = base_name(op_name(node)) == "mul" and len(made_by) == 2
+        if not is_mul and not self._multiplies_values(node):
+            return None
+        return next((divisor for read in made_by if (divisor := _inverted(read, self.ports.op_list)) is not None), None)
+
+    def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, decisions: Mapping[fx.Node, Decision]) -> bool:
+        if decision.category.is_free:
+            return wish.through_products or not _serves(node, decisions)
+        return wish.through_products and decision.category.is_low and self._multiplies_values(node)
+
+    def _multiplies_values(self, node: fx.Node) -> bool:
+        """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
+        kind = self.ports.facts.reduces.get(base_name(op_name(node)))
+        if kind in (None, "elements"):
+            return False
+        return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
+
+    def _after(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
+        """The products that read the result of an op whose demand goes both ways."""
+        made: dict[fx.Node, Rule[Demand]] = {}
+        for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
+            demand = self.ports.op_list.demand(op_name(node))
+            before = [made[r] for r in node.all_input_nodes if r in made]
+            if demand is not None and demand.effect.through == "both":
+                made[node] = demand
+            elif before and (decisions[node].category.is_free or is_member(node)):
+                made[node] = before[0]
+            elif before and decisions[node].category.is_low and self._multiplies_values(node):
+                yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
+
+
 # Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
+
 
 _SUMS = ("add", "sub", "rsub")
 _AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
@@ -270,120 +386,6 @@ class _Wish:
     source: TextPlace | Forced
     through_products: bool = False
     forces: tuple[Category, ...] = ()
-
-
-@dataclass(frozen=True)
-class Demands:
-    """The demands of one conversion.
-
-    Attributes:
-        ports: which inputs a node shares its precision with, and the list that holds the demands.
-        parameters: ``get_attr`` targets; a product with one of them is a layer, and keeps its precision.
-        cancelling: nodes in which large values cancel, with the reason.
-        offsets: likewise, of values and a parameter; products before them are no more exact than torch.autocast's.
-    """
-
-    ports: Ports
-    parameters: frozenset[str]
-    cancelling: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    offsets: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-
-    def __call__(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
-        """``decisions``, in which the ops that demand, and the free ones that lead to them, run in float32.
-
-        Args:
-            graph: captured, with abstract values.
-            decisions: one for every computing node.
-        """
-        new_decisions = dict(decisions)
-        storages = alias_sets(graph, self.ports.written)
-        wishes = _stored(graph, storages)
-        for node in reversed(graph.nodes):
-            reads = [u for u in uses(node) if has_float32(u.node)]
-            if node not in decisions or not (reads or has_float32(node)):
-                continue
-            decision, storage = decisions[node], storages.get(node)
-            asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
-            own, demanded = self._own(node, decision, reads, storages)
-            if own is not None and decision.category in own.forces:
-                new_decisions[node] = Decision(Category.DENY, own.reason, own.source)
-            elif own is None and asked is not None and decision.category is not Category.DENY:
-                if not self._may_obey(node, decision, asked, new_decisions):
-                    continue
-                new_decisions[node] = Decision(Category.DENY, f"leads to {asked.by}: {asked.reason}", asked.source)
-            is_stronger = asked is not None and (own is None or asked.through_products)
-            for read in reads if is_stronger else demanded:
-                wish = asked if is_stronger else own
-                value = _written_with(read.node, storages)
-                if wish is not None and (value not in wishes or wish.through_products):
-                    wishes[value] = wish
-        return new_decisions | dict(self._after(graph, new_decisions))
-
-    def _own(
-        self, node: fx.Node, decision: Decision, reads: list[Use], storages: Mapping[fx.Node, AliasSet]
-    ) -> tuple[_Wish | None, list[Use]]:
-        """The wish of ``node`` itself, and the reads that it is for; None if it has no wish."""
-        storage = storages.get(node)
-        if storage is not None and _is_state(storage) and self.ports.written(node):
-            reason = f"it computes the next contents of {storage.root.name}"
-            wish = _Wish(node.name, reason, UPDATE, through_products=True)
-            return wish, [u for u in reads if u.node not in storage.members]
-        if decision.source == EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
-            return _Wish(node.name, decision.reason, EPSILON), reads
-        demand = self.ports.op_list.demand(op_name(node))
-        divisor = self._divisor(node)
-        if demand is None and divisor is not None:
-            demand = self.ports.op_list.demand("div")
-        rule = self.ports.op_list.rule(op_name(node), self.ports.device)
-        is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
-        is_allowed = rule is not None and not rule.shipped and rule.category.is_low
-        if (cancels := self.cancelling.get(node, self.offsets.get(node))) and not (is_a_persons or is_allowed):
-            return _Wish(node.name, cancels, CANCELLATION, node in self.cancelling, _ANY), reads
-        if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
-            return None, []
-        effect = demand.effect
-        at = [u.node for u in reads if u.argument in (effect.at or effect.arguments or (u.argument,))]
-        at = at if divisor is None else [divisor]
-        if effect.of and not any(_is_made_by(value, effect.of, self.ports.op_list) for value in at):
-            return None, []
-        through = effect.through in ("products", "both")
-        wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, _FREE if divisor is None else _ANY)
-        named = effect.arguments if divisor is None else ()
-        demanded = [u for u in reads if u.argument in (named or (u.argument,))]
-        return (wish, demanded) if demanded else (None, [])
-
-    def _divisor(self, node: fx.Node) -> fx.Node | None:
-        """What a product divides by: ``b`` of ``a * (1 / b)``, and of ``einsum("nm,mk,n->nk", a, c, 1 / b)``."""
-        made_by = [u.node for u in uses(node) if has_float32(u.node)]
-        is_mul = base_name(op_name(node)) == "mul" and len(made_by) == 2
-        if not is_mul and not self._multiplies_values(node):
-            return None
-        return next((divisor for read in made_by if (divisor := _inverted(read, self.ports.op_list)) is not None), None)
-
-    def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, decisions: Mapping[fx.Node, Decision]) -> bool:
-        if decision.category.is_free:
-            return wish.through_products or not _serves(node, decisions)
-        return wish.through_products and decision.category.is_low and self._multiplies_values(node)
-
-    def _multiplies_values(self, node: fx.Node) -> bool:
-        """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
-        kind = self.ports.facts.reduces.get(base_name(op_name(node)))
-        if kind in (None, "elements"):
-            return False
-        return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
-
-    def _after(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
-        """The products that read the result of an op whose demand goes both ways."""
-        made: dict[fx.Node, Rule[Demand]] = {}
-        for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
-            demand = self.ports.op_list.demand(op_name(node))
-            before = [made[r] for r in node.all_input_nodes if r in made]
-            if demand is not None and demand.effect.through == "both":
-                made[node] = demand
-            elif before and (decisions[node].category.is_free or is_member(node)):
-                made[node] = before[0]
-            elif before and decisions[node].category.is_low and self._multiplies_values(node):
-                yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
 
 
 def _stored(graph: fx.Graph, storages: Mapping[fx.Node, AliasSet]) -> dict[fx.Node, _Wish]:

@@ -14,7 +14,38 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, example, module_path, tensors, uses
 from autocastfx.graph.walk import Located
 
+
+@dataclass(frozen=True)
+class OddSize:
+    """A size of a 16-bit op that is not a multiple of 8.
+
+    Attributes:
+        node, op, module: the op.
+        name: ``M``, ``N`` or ``K`` of the product of an M x K and a K x N matrix; ``channels in`` or ``channels out``
+            of each group of a convolution; ``head`` of an attention.
+        operand: path of the weight with this size; ``input`` if it depends on sizes of the inputs that have
+            differed from call to call; else ``activation``.
+        size: its value for the example inputs.
+        padded: the next multiple of 8.
+        wasted: share of padding in the padded size, if only this size is padded.
+        flops: operations of the node in one forward pass.
+        table_of: path of the embedding that uses the same weight, so that N is the vocabulary; else empty.
+    """
+
+    node: str
+    op: str
+    module: str
+    name: str
+    operand: str
+    size: int
+    padded: int
+    wasted: float
+    flops: int
+    table_of: str = ""
+
+
 # Find the sizes of matrix products, convolutions and attentions that tensor cores tile.
+
 
 TILE = 8  # numbers of 16 bits in 16 bytes, the unit of tensor cores and their loads
 
@@ -126,35 +157,6 @@ def _tensor(node: fx.Node, name: str) -> torch.Tensor | None:
     read = argument(node, name)
     values = tensors(read) if isinstance(read, fx.Node) else ()
     return values[0] if len(values) == 1 else None
-
-
-@dataclass(frozen=True)
-class OddSize:
-    """A size of a 16-bit op that is not a multiple of 8.
-
-    Attributes:
-        node, op, module: the op.
-        name: ``M``, ``N`` or ``K`` of the product of an M x K and a K x N matrix; ``channels in`` or ``channels out``
-            of each group of a convolution; ``head`` of an attention.
-        operand: path of the weight with this size; ``input`` if it depends on sizes of the inputs that have
-            differed from call to call; else ``activation``.
-        size: its value for the example inputs.
-        padded: the next multiple of 8.
-        wasted: share of padding in the padded size, if only this size is padded.
-        flops: operations of the node in one forward pass.
-        table_of: path of the embedding that uses the same weight, so that N is the vocabulary; else empty.
-    """
-
-    node: str
-    op: str
-    module: str
-    name: str
-    operand: str
-    size: int
-    padded: int
-    wasted: float
-    flops: int
-    table_of: str = ""
 
 
 def odd_sizes(
