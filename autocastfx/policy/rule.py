@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
@@ -169,63 +169,6 @@ class Rule(Selector, Generic[Effect]):
         return replace(both, source=earlier.source, reason=self.reason or earlier.reason)
 
 
-# Regular expressions that take Python exponential time: a repetition of what matches a text in several ways.
-
-
-_PARSER: Any = getattr(re, "_parser", None) or cast("Any", re).sre_parse  # until Python 3.10
-_COMPILER: Any = getattr(re, "_compiler", None) or cast("Any", re).sre_compile
-_REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
-
-
-def may_backtrack(expression: str) -> bool:
-    """Return whether a repetition without an end holds others, or alternatives, that nothing separates.
-
-    A character separates that stands in each repetition, and that none of these can match.
-    """
-    for kind, argument in _items(_PARSER.parse(expression)):
-        if str(kind) in _REPEATS and argument[1] == _PARSER.MAXREPEAT:
-            # What matches in several ways: repetitions, and alternatives.
-            inside = [(item, str(item[0])) for item in _items(argument[2])]
-            variable = [i for i, what in inside if what == "BRANCH" or (what in _REPEATS and i[1][0] != i[1][1])]
-            required = _required(argument[2])
-            if variable and all(any(_matches(item, char) for item in variable) for char in required):
-                return True
-    return False
-
-
-def _parts(argument: Any) -> Iterator[Any]:
-    """Yield the sequences in the argument of an item of a parsed expression."""
-    if isinstance(argument, _PARSER.SubPattern):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for member in cast("Sequence[Any]", argument):
-            yield from _parts(member)
-
-
-def _items(sequence: Any) -> Iterator[Any]:
-    """Yield the items of ``sequence``, each followed by those inside it."""
-    for item in sequence:
-        yield item
-        for part in _parts(item[1]):
-            yield from _items(part)
-
-
-def _required(sequence: Any) -> Iterator[str]:
-    """Yield the characters that each match of ``sequence`` has."""
-    for item in sequence:
-        if str(item[0]) == "LITERAL":
-            yield chr(item[1])
-        elif str(item[0]) == "SUBPATTERN":
-            yield from _required(item[1][3])
-
-
-def _matches(item: Any, char: str) -> bool:
-    """True if an item may match a text that is this character, and where the compiler cannot tell."""
-    leaves = (one for one in _items([item]) if str(one[0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"))
-    singles = (_PARSER.SubPattern(_PARSER.State(), [leaf]) for leaf in leaves)
-    return any(_COMPILER.compile(one, re.IGNORECASE | re.DOTALL).fullmatch(char) is not None for one in singles)
-
-
 class Category(str, Enum):
     """The category that a list gives an op."""
 
@@ -362,20 +305,14 @@ def module_pattern(path: str) -> re.Pattern[str]:
     """Compile a glob or ``re:`` expression of module paths. A glob's pattern expects paths with a dot at their end.
 
     Raises:
-        ValueError: the glob or the expression is malformed, or may take too long; the message says why.
+        ValueError: the glob or the expression is malformed; the message says why.
     """
     if path.startswith("re:"):
         try:
-            pattern = re.compile(path[3:])
+            return re.compile(path[3:])
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1} of it"
             raise ArgumentError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from None
-        if may_backtrack(path[3:]):
-            raise ArgumentError(
-                f"'{path[3:]}' repeats what matches in several ways, which may take hours for a long path: let each "
-                "repetition end in a character that nothing else in it matches, as in '(\\w+\\.)*', or write a glob"
-            )
-        return pattern
     return re.compile("".join(_segment(name, path) for name in path.split(".")))
 
 

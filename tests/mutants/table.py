@@ -194,7 +194,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "policy/read_rules.py": ("policy/test_keywords.py", "policy/test_float8_list.py"),
     "policy/write_list.py": ("policy/test_float8_list.py",),
     "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),
-    "policy/rule.py": ("policy/test_backtracking.py",),
     "training/loss_scale.py": ("training/test_host_copy.py",),
     "training/masters.py": ("training/test_tensor_mark.py",),
     "plan/plan.py": (
