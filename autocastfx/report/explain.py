@@ -9,7 +9,7 @@ from torch import nn
 
 from autocastfx.errors import ArgumentTypeError
 from autocastfx.graph.cell import preformatted
-from autocastfx.plan.plan import PlannedNode, Recomposed, select
+from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.report.view import View, float8_clauses
@@ -22,7 +22,8 @@ def explain(amp_model: nn.Module, what: str) -> Explanation:
     Args:
         amp_model: a converted model, of which the variant of its ``plan`` is explained; or an enabled one, of which all
             graphs are, each explanation once.
-        what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``).
+        what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``). Of a
+            cast or the read of a copy it tells who reads it, and why these run so.
 
     Returns:
         A paragraph for each node, as text that a notebook's cell shows, too; nodes without float32 values are only
@@ -63,8 +64,23 @@ class Explanation(str):
 def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
-    for node in select(shown.plan, what):
+    made = {one.name: one for one in (*shown.plan.casts, *shown.plan.copies)}
+    if (cast := made.get(what)) is None:
+        chosen = select(shown.plan, what)
+    else:
+        yield _of_cast(cast)
+        chosen = tuple(node for node in shown.plan.nodes if node.name in cast.readers)
+    for node in chosen:
         yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name), shown))
+
+
+def _of_cast(cast: PlannedCast | PlannedCopy) -> str:
+    if isinstance(cast, PlannedCopy):
+        what, clips = f"reads the {cast.dtype} copy of {cast.parameter}", ""
+    else:
+        what = f"casts {cast.value} to {cast.dtype}"
+        clips = " Values beyond float16's range are clipped to it." if cast.saturates else ""
+    return f"{cast.name} {what}, as its readers run so: {', '.join(cast.readers)}.{clips}"
 
 
 def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None, shown: View) -> Iterator[str]:

@@ -50,6 +50,18 @@ def test_what_a_list_says_outright() -> None:
     ]
 
 
+def test_a_cast_and_the_read_of_a_copy_tell_who_reads_them_and_why_these_run_so() -> None:
+    cast = explained("x_float16")
+    assert cast[0] == (
+        "x_float16 casts x to float16, as its readers run so: linear. Values beyond float16's range are clipped to it."
+    )
+    assert cast[2:] == explained("linear")[:3]
+    cached = autocastfx.convert(Model(), (torch.randn(4, 8),), dtype="bfloat16", weights="cached")
+    lines = autocastfx.explain(cached, "a_weight_bfloat16").splitlines()
+    assert lines[0] == "a_weight_bfloat16 reads the bfloat16 copy of a.weight, as its readers run so: linear."
+    assert lines[2].startswith("linear (linear) in module a runs in 16 bits")
+
+
 def test_what_draws_a_node_to_float32_and_through_what() -> None:
     lines = explained("mul")
     assert lines[0] == "mul (mul) in module (root) runs in float32: it comes after softmax, which does."
