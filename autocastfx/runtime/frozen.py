@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 CALL = "autocastfx_call"  # the module that checks calls, and holds the constants of the graph
 _OUTPUT = "autocastfx_output"  # the module that makes the output
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DEFAULTS = (type(None), bool, int, float, str)
 
 
@@ -69,7 +72,9 @@ class FrozenCall(nn.Module):
         given = dict(zip(structure.spec.context, structure.leaves, strict=True)) if self.is_flat else {}
         self.is_flat &= all(leaf[0] == "tensor" for leaf in given.values())
         self.places = tuple(i for i, p in enumerate(parameters) if p.name in given)
-        self.rest = tuple((i, p.default) for i, p in enumerate(parameters) if p.name not in given)
+        rest = [(i, p) for i, p in enumerate(parameters) if p.name not in given]
+        self.rest = tuple((i, p.default) for i, p in rest if p.kind not in _STARRED)
+        self.starred = tuple(i for i, p in rest if p.kind in _STARRED)
         tensors = [leaf for leaf in structure.leaves if leaf[0] == "tensor"]
         self.kept = tuple((*leaf[1:3], device) for leaf, device in zip(tensors, devices, strict=True))
 
@@ -96,7 +101,8 @@ class FrozenCall(nn.Module):
                 raise UnsupportedError(
                     f"the frozen {self.model} is called under torch.autocast, which would cast again: call it outside."
                 )
-        if self.is_flat and all(values[i] is default for i, default in self.rest):
+        is_flat = self.is_flat and not any(values[i] for i in self.starred)
+        if is_flat and all(values[i] is default for i, default in self.rest):
             tensors: Sequence[Any] = [values[i] for i in self.places]
         else:
             tensors = self._bound(values)
@@ -115,11 +121,7 @@ class FrozenCall(nn.Module):
     def _bound(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
         arguments = dict(zip(self.names, values, strict=True))
         given = {p.name: p for p in self.signature.parameters}
-        kept = {
-            name: one
-            for name, one in arguments.items()
-            if not (given[name].kind in (given[name].VAR_POSITIONAL, given[name].VAR_KEYWORD) and not one)
-        }
+        kept = {name: one for name, one in arguments.items() if given[name].kind not in _STARRED or one}
         call = self.signature.describe(*self.signature.split(kept))
         if call.structure != self.structure:
             raise VariantError(
@@ -158,17 +160,34 @@ class TableReads:
     def __call__(self, body: list[str]) -> list[str]:
         """Return the lines of a function."""
         by_table, as_attributes, others = list[str](), list[str](), list[str]()
+        known: dict[str, str] = {}
         for line in "".join(body).splitlines(keepends=True):
             read = _READ.fullmatch(line)
             if read is None or read["name"] not in self.tables:
                 others.append(line)
             else:
                 table = self.tables[read["name"]]
-                by_table.append(f'    {read["name"]} = {read["module"]}.{table}["{read["member"]}"]\n')
+                of = _local(ast.parse(f"{read['module']}.{table}", mode="eval").body, known, by_table)
+                by_table.append(f'    {read["name"]} = {of}["{read["member"]}"]\n')
                 as_attributes.append(f"    {line}")
         if not by_table:
             return body
         return ["try:\n", _UNLESS_TRACED, *by_table, "except (AttributeError, KeyError):\n", *as_attributes, *others]
+
+
+def _local(path: ast.expr, known: dict[str, str], lines: list[str]) -> str:
+    """Return the name of a local variable for a module or a table: each is looked up once, and not for each tensor."""
+    match path:
+        case ast.Attribute(value=inner, attr=name):
+            code = f"{_local(inner, known, lines)}.{name}"
+        case ast.Call(args=[inner, ast.Constant(value=name)]):
+            code = f'getattr({_local(inner, known, lines)}, "{name}")'
+        case _:
+            return "self"
+    if code not in known:
+        known[code] = f"_at_{len(known)}_"  # no node's name ends so
+        lines.append(f"    {known[code]} = {code}\n")
+    return known[code]
 
 
 _UNLESS_TRACED = "    if torch.fx._symbolic_trace.is_fx_symbolic_tracing(): raise KeyError\n"
@@ -305,7 +324,7 @@ def _check_of(frozen: fx.Graph, call: FrozenCall, count: int) -> list[fx.Node]:
     arguments: list[fx.Node] = []
     parameters = call.signature.parameters
     for i, p in enumerate(parameters):
-        rest = [one for one in parameters[i:] if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        rest = [one for one in parameters[i:] if one.kind not in _STARRED]
         has_default = all(isinstance(one.default, _DEFAULTS) for one in rest)
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         default = (p.default,) if has_default and not stars else ()

@@ -38,7 +38,7 @@ _ALIKE: Sequence[tuple[Any, str]] = (
     (torch, "matmul.default bmm.default addmm.default conv1d.default conv2d.default embedding.default"),
     (torch, "layer_norm.default group_norm.default dropout.default relu.default"),
     (torch, "transpose.int permute.default unsqueeze.default reshape.default flatten.using_ints"),
-    (torch, "cat.default relu_.default"),
+    (torch, "cat.default relu_.default mean.default mean.dim"),
     (torch.Tensor, "to.dtype view.default expand.default contiguous.default add_.Tensor"),
 )
 # Working copies read at a time: more would keep more 16-bit gradients until all of them are there.

@@ -48,6 +48,8 @@ CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "neg.default": (((some(3),), {}),),
     "where.self": (((some(3) > 0, some(3), some(3)), {}),),
     "relu.default": (((some(3),), {}),),
+    "mean.default": (((some(3),), {}), ((some(3),), {"dtype": torch.float64})),
+    "mean.dim": (((some(2, 3), [-1], True), {}), ((some(2, 3), [0, 1]), {"dtype": torch.float64})),
     "matmul.default": (((some(2, 3, 4), some(4, 5)), {}),),
     "bmm.default": (((some(2, 3, 4), some(2, 4, 5)), {}),),
     "addmm.default": (((some(5), some(3, 4), some(4, 5)), {"beta": 2, "alpha": 0.5}),),
