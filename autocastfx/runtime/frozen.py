@@ -243,6 +243,7 @@ def freeze(
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         made.__dict__[table] = own.__dict__[table]
     made.training = model.training
+    type(made).__call__ = nn.Module.__call__  # torch.fx's own, in two more calls, prints a line beside an error
     for module in made.modules():  # Python finds in it what nn.Module looks up slowly; they are the same modules
         module.__dict__.update({key: one for key, one in module._modules.items() if one is not None})
     return made
