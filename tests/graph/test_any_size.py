@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import autocastfx
@@ -139,6 +139,14 @@ def test_a_slice_has_a_size_that_others_can_have_too(name: str) -> None:
             x = torch.randn(4, size)
             assert torch.equal(amp_model(x, torch.randn(given)), sliced(x, torch.randn(given)))
         assert not again or len(amp_model.variants) == before
+
+
+def test_a_slice_that_ends_where_the_data_says_is_torchs_own() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, any_size():
+        x, count = (mode.from_tensor(t) for t in (torch.randn(10), torch.tensor(3)))
+        with enable_python_dispatcher():
+            (size,) = x[: count.item()].shape
+    assert free_unbacked_symbols(size)
 
 
 class Tagger(nn.Module):

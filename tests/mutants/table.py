@@ -120,7 +120,13 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/analysis/test_masks.py",
     ),
     "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
-    "passes/state.py": ("passes/test_recompose.py", "passes/test_replace_attention.py", "test_calibration.py", _OTHERS),
+    "passes/state.py": (
+        "passes/analysis/test_backward_adds.py",
+        "passes/test_recompose.py",
+        "passes/test_replace_attention.py",
+        "test_calibration.py",
+        _OTHERS,
+    ),
     "passes/patterns/patterns.py": (
         "passes/patterns/test_pattern.py",
         "passes/test_recompose.py",

@@ -125,6 +125,7 @@ UNPADDED: dict[str, tuple[Product, tuple[int, ...], dict[str, Any]]] = {
         *(Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y.as_strided((4, 2), (2, 1))), (ROWS, WIDTH)),
         {},
     ),
+    "read as bytes": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), lambda y: y.view(torch.int8)), (ROWS, WIDTH), {}),
     "written into": (Product(PRODUCTS["mm"][0], (WIDTH, ODD), _written), (ROWS, WIDTH), {}),
 }
 

@@ -944,6 +944,7 @@ def test_resuming_is_never_having_stopped(make: Make) -> None:
     _train(resumed, again, range(4, 9))
     assert same(contents(again), contents(optimizer))
     assert again.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+    assert ("masters" in saved[1]) == bool(len(optimizer.masters))
 
 
 def test_the_state_of_a_bare_optimizer_is_taken_over() -> None:

@@ -71,6 +71,7 @@ CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "a stencil": lambda m, y: F.conv2d(y, m.laplacian, groups=3),
     "a stencil, behind a view": lambda m, y: F.conv2d(y, m.laplacian[:1].repeat(3, 1, 1, 1), groups=3),
     "a stencil in a layer that is not trained": lambda m, y: m.fixed(y),
+    "written by rsub": lambda m, y: torch.rsub(windowed(m, y).square(), windowed(m, y * y)),
 }
 
 
