@@ -70,6 +70,7 @@ def test_json_and_back(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()
+    assert plan.to_json().count("\n") > len(plan.nodes)  # a line for each entry, which a diff shows
     assert all(
         isinstance(n.decision.category, Category) and isinstance(n.placement.run, Precision) for n in again.nodes
     )

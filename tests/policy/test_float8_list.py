@@ -31,6 +31,14 @@ def listed(**keys: Any) -> OpList:
     return OpList.of({"float8": [{"ops": ["linear"], **keys}]})
 
 
+def test_the_rule_that_fits_best_gives_the_reason() -> None:
+    rules = [{"ops": ["linear"], "reason": "all"}, {"ops": ["linear"], "devices": ["cpu"], "reason": "here"}]
+    for given in (rules, rules[::-1]):
+        choice = said(OpList.of({"float8": given}))
+        assert choice is not None
+        assert choice.reason == "here"
+
+
 def test_a_rule_says_what_it_is_given_and_the_rest_has_defaults(tmp_path: Path) -> None:
     lists = op_list(
         tmp_path,

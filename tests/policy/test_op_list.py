@@ -529,3 +529,9 @@ def test_a_list_is_shown_in_a_line() -> None:
     own = OpList.of({"allow": ["mm"], "modules": [{"path": "a", "category": "float32"}]})
     assert repr(own).startswith("OpList('OpList', 2 rules: ")
     assert repr(load_op_list("bfloat16")).startswith("OpList('bfloat16', ")
+
+
+def test_a_difference_tells_of_ranks() -> None:
+    inner = {"path": "a.*", "category": "low"}
+    one, other = (OpList.of({"modules": [{"path": "a.**", "category": "float32", "rank": n}, inner]}) for n in (0, 2))
+    assert [str(change) for change in one.diff(other)] == ["modules a.**: float32 → float32 at rank 1"]

@@ -520,3 +520,15 @@ def test_a_method_sees_gradients_without_the_scale_or_is_refused(dtype: torch.dt
     plain = LossScalingOptimizer(Curved([(other := Mixed(dtype)).weight], 0.5), NoLossScale())
     plain.backward(other(ones()))
     assert torch.equal(plain.estimate()[0], torch.full((4, 3), 4.0, dtype=torch.float32))
+
+
+def test_an_optimizer_may_write_the_parameters_that_agree_with_their_masters() -> None:
+    parameters = [nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2)]
+    masters = LossScalingOptimizer(torch.optim.SGD(parameters, 0.1)).masters
+    given = {id(master): master for master in masters.masters}
+    assert given
+    written = masters.writable(given)
+    assert [written[id(master)] for master in masters.masters] == masters.working
+    with torch.no_grad():
+        parameters[0].add_(1)
+    assert list(masters.writable(given)) == [id(masters.masters[1])]
