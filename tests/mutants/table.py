@@ -191,7 +191,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
     "numerics/paired_run.py": (
         "numerics/test_compare.py",
-        "test_wrong_inputs.py",
         "numerics/test_find_overflow.py",
         "numerics/test_gradient_histogram.py",
         "numerics/test_tape.py",

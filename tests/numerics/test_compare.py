@@ -44,6 +44,13 @@ def test_errors_are_those_of_the_models_outputs() -> None:
     assert compare(model, amp_model, x) == found
 
 
+def test_inputs_in_a_tuple_are_told_to_go_one_by_one() -> None:
+    x = torch.randn(2, 8)
+    amp_model = convert(nn.Bilinear(8, 8, 4), (x, x), dtype="bfloat16", check=False)
+    with pytest.raises(TypeError, match=r"The inputs of one call go one by one: .*\*batch"):
+        compare(None, amp_model, (x, x))
+
+
 def test_training_leaves_buffers_inputs_and_random_state_and_drops_the_same() -> None:
     model, x = network(), torch.randn(16, 8)
     amp_model = convert(model, (x,), dtype="float16")
