@@ -43,7 +43,6 @@ class Call:
 
 # Read the nesting of arguments from a pytree's spec alone, without constructing the user's objects.
 
-
 _BRACKETS = {dict: "{}", list: "[]", tuple: "()"}
 
 

@@ -73,7 +73,7 @@ def _called_quickly(function: Callable[..., Any], compiled: Callable[..., Any], 
     """
     from torch._dynamo import eval_frame
 
-    if not hasattr(eval_frame, "set_fullgraph_compiled_frame_count"):  # as in torch 2.11
+    if not hasattr(eval_frame, "get_skip_reasons"):  # as in torch 2.11
         return compiled
     frames: Any = eval_frame
     set_callback, set_count = frames.set_eval_frame, frames.set_fullgraph_compiled_frame_count
@@ -91,7 +91,9 @@ def _called_quickly(function: Callable[..., Any], compiled: Callable[..., Any], 
             count = set_count(-1)
             set_callback(before)
         if count == 0:
-            raise RuntimeError(f"{NOTHING} {'; '.join(frames.get_skip_reasons()) or 'It compiles no code at present.'}")
+            raise RuntimeError(
+                f"{_NOTHING} {'; '.join(frames.get_skip_reasons()) or 'It compiles no code at present.'}"
+            )
         return result
 
     return call
@@ -333,7 +335,7 @@ _RAISED = re.compile(r"raised exception (.+)")  # what Dynamo says of an excepti
 _FAILED = re.compile(r"assertion failed.*value: ConstantVariable\(bool: False\)", re.DOTALL)
 _EXPLAINED = re.compile(r"Explanation: (.+)")
 _OWN_SIZE = 300  # characters of an explanation
-NOTHING = "torch.compile with fullgraph=True found no compiled frames."  # as torch says it
+_NOTHING = "torch.compile with fullgraph=True found no compiled frames."  # as torch says it
 _IN_PLACE = "convert in place, with autocastfx.enable, which goes on behind such code"
 
 
@@ -353,10 +355,10 @@ def plain_error(
 
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, (AutocastFXError, Warning)):
         return error.inner_exception
-    if str(error).startswith(NOTHING):
+    if str(error).startswith(_NOTHING):
         return CaptureError(
             f"Dynamo captures nothing of {type(model).__name__}, which would run in float32:"
-            f"{str(error).removeprefix(NOTHING)}"
+            f"{str(error).removeprefix(_NOTHING)}"
         )
     known = (TorchRuntimeError, Unsupported, UserError) if is_enabled else TorchDynamoException
     if not isinstance(error, known):

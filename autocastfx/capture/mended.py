@@ -146,7 +146,6 @@ def _calls_of(kind: Any) -> tuple[Any, Any]:
 
 # What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.
 
-
 _LOGS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "log"))
 
 
@@ -423,7 +422,6 @@ def _name_of(source: Any) -> str:
 
 
 # Values of small tensors and arrays that are made of numbers and sizes alone: Dynamo knows those of one element.
-
 
 _SMALL = 64  # elements
 

@@ -83,7 +83,6 @@ def tidy(
 # Dynamo records that a transform begins, what it calls on tensors of its own, and that it ends. Such
 # a graph cannot be run node by node, and one that fails between leaves the transform open for the whole process.
 
-
 _autograd: Any = cast("Any", torch._C)._autograd
 _functorch: Any = cast("Any", torch._C)._functorch
 _transforms: Any = eager_transforms

@@ -111,7 +111,6 @@ def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Nod
 
 # Find a node again in another capture of the same model.
 
-
 MODES = ("train", "eval")
 Key = tuple[str, str, str]  # name of the node, its op, the path of its module
 

@@ -113,7 +113,6 @@ def bisect(
 
 # Places that ``bisect`` can run in float32, and the order in which it searches them.
 
-
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -240,7 +239,6 @@ class Evaluations:
 
 
 # Metrics for ``bisect``: the distance of a converted model's output from the float32 model's.
-
 
 METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {
     "error": lambda ours, theirs: Deviation.of([ours], [theirs]).severity,

@@ -199,7 +199,6 @@ class Float8Search(PlanSearch):
 # What each product gains and what its operands cost, in bytes that a GPU moves in that time: the unit of placements, so
 # that an error has one price for both.
 
-
 _QUANTISE = 3  # bytes that quantising moves for an element: 2 are read, 1 is written
 _OPERANDS = {  # of each product: the left and the right one, and where the operator is handed it quantised
     Product.OUTPUT: (("input", "input_forward"), ("weight", "weight_forward")),

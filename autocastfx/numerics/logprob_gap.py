@@ -42,7 +42,6 @@ class LogprobGap:
 
 # The loss of a model's output, whose gradient is measured.
 
-
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Inputs = Callable[[Any], Any]
 

@@ -123,7 +123,6 @@ class PairedRun:
 
 # Record what a backward pass needs to hand out the gradients of a graph's values.
 
-
 _now: Any = cast("Any", torch.autograd)._get_sequence_nr
 
 

@@ -189,7 +189,6 @@ def tune(
 
 # The result of ``tune``: an op list, the plan that follows from it, and the front it was chosen from.
 
-
 _DOUBTFUL = 2.0  # a factor between measured and predicted errors
 _WORTH = 0.01  # a share of bytes, or of error, below which nothing was gained
 

@@ -203,7 +203,6 @@ class Comparison:
 
 # Measure the deviation of 16-bit values from float32 values.
 
-
 _PIECE = 1 << 20  # elements
 
 

@@ -114,7 +114,6 @@ class View:
 
 # Write the shapes of a graph's values.
 
-
 Values = tuple[torch.Tensor, ...]
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
 _AROUND = re.compile(r"^\(([^()]*)\)$")

@@ -46,7 +46,6 @@ def working_copies(
 
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
 
-
 _owners: Callable[[int], int] = cast("Any", torch._C)._storage_Use_Count
 _next_sequence_number: Callable[[], int] = cast("Any", torch._C)._autograd._get_sequence_nr
 

@@ -138,7 +138,6 @@ class Demands:
 
 # Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
 
-
 _SUMS = ("add", "sub", "rsub")
 _AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
 _POOLS = ("avg_pool", "adaptive_avg_pool")

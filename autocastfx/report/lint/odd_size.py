@@ -46,7 +46,6 @@ class OddSize:
 
 # Find the sizes of matrix products, convolutions and attentions that tensor cores tile.
 
-
 TILE = 8  # numbers of 16 bits in 16 bytes, the unit of tensor cores and their loads
 
 # For each op: the arguments of the left and the right matrix, and True if the right one is stored transposed.
