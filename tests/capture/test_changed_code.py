@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
+from autocastfx.errors import CaptureError
 from tests.invariants.pair import distance
 
 
@@ -87,3 +88,12 @@ def test_other_code_runs_at_once(what: str, way: str, monkeypatch: pytest.Monkey
         assert distance(plain(X), before) > 0.1
         assert distance(call(X), plain(X)) < 2**-6
     assert distance(call(X), before) < 2**-6
+
+
+def test_a_call_in_which_dynamo_captures_nothing_is_refused() -> None:
+    """It would run in float32 without a word."""
+    amp_model = autocastfx.convert(_Model(), (X,), dtype="bfloat16")
+    before = amp_model(X)
+    with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="captures nothing of _Model"):
+        amp_model(X)
+    assert torch.equal(amp_model(X), before)
