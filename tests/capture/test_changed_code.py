@@ -95,5 +95,5 @@ def test_a_call_in_which_dynamo_captures_nothing_is_refused() -> None:
     amp_model = autocastfx.convert(_Model(), (X,), dtype="bfloat16")
     before = amp_model(X)
     with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="captures nothing of _Model"):
-        amp_model(X)
+        amp_model(X[:3])  # no graph is there for it
     assert torch.equal(amp_model(X), before)
