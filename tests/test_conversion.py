@@ -577,3 +577,21 @@ def test_what_a_conversion_was_asked_for_and_does_not_change_is_told_once(
             amp_model(inputs)
     assert len(warned) == bool(told)
     assert all(re.search(told, one) for one in warned)
+
+
+def test_what_a_conditional_gives_keeps_its_dtype() -> None:
+    """Other values of its readers, and the model's output, are as captured, whatever its branches compute in."""
+    layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = torch.cond(x.sum() > 0, lambda x: self.layers[0](x), lambda x: self.layers[1](x), (x,))
+            return y, y.exp()
+
+    x = torch.randn(4, 16)
+    amp_model = autocastfx.convert(Conditional(), (x,), dtype="bfloat16", check=False)
+    assert [one.dtype for one in amp_model(x)] == [torch.float32, torch.float32]

@@ -160,3 +160,14 @@ def test_second_derivatives_are_those_of_casts() -> None:
         found.append(tuple(g for g in again if g is not None))
     assert len(found[0]) == len(found[1]) >= 2
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_step_may_write_the_copies_that_no_backward_waits_to_read() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    amp_model: Any = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+    loss = amp_model(x).sum()
+    masters: dict[int, Tensor] = {id(parameter): parameter for parameter in model.parameters()}
+    assert id(model.weight) not in amp_model._working_copies.writable(masters)
+    loss.backward()
+    del loss
+    assert amp_model._working_copies.writable(masters).keys() == masters.keys()

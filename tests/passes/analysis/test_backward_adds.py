@@ -223,6 +223,9 @@ def test_more_in_another_call_is_another_graph() -> None:
     assert amp_model.plan["index_select"].dtype == "bfloat16"
     amp_model(torch.rand(8, 8), torch.zeros(60, dtype=torch.long))
     assert amp_model.variants[-1].plan["index_select"].dtype == "float32"
+    for count in (7, 40, 3):
+        x, index = torch.rand(8, 8), torch.zeros(count, dtype=torch.long)
+        torch.testing.assert_close(amp_model(x, index), picked(x, index), rtol=2**-5, atol=2**-5)
 
 
 def test_equal_products_are_merged_only_as_long_as_16_bits_add_their_gradients_up() -> None:
