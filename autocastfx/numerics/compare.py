@@ -86,6 +86,15 @@ def compare(
     if not 0 < factor < math.inf:
         raise ArgumentError(f"scale is a finite number above 0, not {factor}")
     run = run_side_by_side(model, amp_model, inputs, kwargs, gradients=gradients)
+    return _comparison(run, amp_model, gradients, loss, factor)
+
+
+def compare_call(amp_model: AmpModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss) -> Comparison:
+    """Compare the values and gradients of a call, as :func:`compare` does, whatever its inputs are called."""
+    return _comparison(run_side_by_side(None, amp_model, args, kwargs, gradients=True), amp_model, True, loss, 1.0)
+
+
+def _comparison(run: PairedRun, amp_model: AmpModule, gradients: bool, loss: Loss | None, scale: float) -> Comparison:
     if run.full is None:
         raise VariantError(
             "the float32 graph is not at hand: the model was unpickled, or its weights are stored in 16 bits. Give "
@@ -102,13 +111,13 @@ def compare(
             nodes[pair.name] = replace(nodes[pair.name], gradient=deviation)
 
     if gradients:
-        run_backwards(run, loss, factor, take)
+        run_backwards(run, loss, scale, take)
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
         whole=run.low.flat.whole,
         parameters=_named(leaves, amp_model._held()),
-        scale=factor if gradients else None,
+        scale=scale if gradients else None,
         variant=ComparedVariant.of(run.variant),
         recomposed=run.variant.plan.recomposed,
         cancellations=cancellations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,10 +23,12 @@ from autocastfx.graph.alias import moves
 from autocastfx.graph.cell import aligned
 from autocastfx.graph.magnitude import DeviceCounts, ValueCounts, count_values, read_counts
 from autocastfx.graph.node import is_cast, is_member
+from autocastfx.numerics.compare import compare_call
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.numerics.paired_run import floating
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.yaml_tree import nearest
+from autocastfx.report.comparison import Beginning
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
@@ -41,6 +43,7 @@ class Watch:
         self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)  # of the present step
         self._finished, self._counted = 0, 0  # steps, as step() tells; calls
         self._is_told = False
+        self._keeps_gradients = False  # from the first skipped step on that no value of the forward pass explains
         self._observed: dict[int, None] = {}  # steps
         self._counts = NodeCounts(amp_model, nodes)
         self._skipped: list[SkippedStep] = []
@@ -60,10 +63,11 @@ class Watch:
     ) -> None:
         calls = tuple(self._calls)
         self.stop()
-        if isinstance(error, LossScaleError) and calls and (overflow := self._search(calls)):  # at the scale's floor
-            number = self._present
-            self._finished += self._is_told
-            self._explain(number, overflow)
+        if isinstance(error, LossScaleError) and calls:  # at the scale's floor
+            skipped = self._search(self._present, calls)
+            if skipped.found is not None or skipped.gradient.says:
+                self._finished += self._is_told
+                self._note(skipped)
 
     def stop(self) -> None:
         """Watch no more, and drop the inputs of the last call. What was seen can still be read."""
@@ -77,8 +81,10 @@ class Watch:
         """End a step. Call it after each step of the optimizer, from the first one on, or never.
 
         If the step was skipped, its calls run again, node by node, with the random numbers that they had. If a node
-        overflows, a warning names it, once for each node, and :meth:`report` has the rule that mends it. A
-        ``LossScaleError`` that leaves the ``with`` block is explained so too.
+        overflows, a warning names it, once for each node, and :meth:`report` has the rule that mends it. If none does,
+        :meth:`report` names the node with whose gradient Inf and NaN begin, from the second such step on: the gradients
+        that reach the model's outputs are kept until a step ends, once that may be needed. A ``LossScaleError`` that
+        leaves the ``with`` block is explained so too.
 
         Args:
             scaler: what has decided whether to skip: the ``LossScalingOptimizer``, or the ``autocastfx.GradScaler``.
@@ -108,30 +114,37 @@ class Watch:
         calls = tuple(self._calls)
         self._calls.clear()
         if is_skipped:
-            self._explain(self._finished, self._search(calls))
+            self._note(self._search(self._finished, calls))
 
-    def _explain(self, step: int, overflow: Overflow | None) -> None:
-        """Note that ``step`` was skipped because of ``overflow``, and warn of it."""
-        self._skipped.append(SkippedStep(step, overflow))
+    def _note(self, skipped: SkippedStep) -> None:
+        """Note a skipped step, and warn of the node that overflowed."""
+        self._skipped.append(skipped)
+        overflow = skipped.found
         if overflow is None:
+            self._keeps_gradients = True
             return
-        self._counts.note_overflow(overflow.name, step)
+        self._counts.note_overflow(overflow.name, skipped.step)
         if overflow.name not in self._warned:
             self._warned.add(overflow.name)
             says = "print the watch for the rule that mends it" if overflow.fix else overflow.advice
             warnings.warn(
-                f"step {step} was skipped: {overflow.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
+                f"step {skipped.step} was skipped: {overflow.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
                 SkippedStepWarning,
                 stacklevel=3,
             )
 
-    def _search(self, calls: Sequence[_Call]) -> Overflow | None:
+    def _search(self, step: int, calls: Sequence[_Call]) -> SkippedStep:
+        """Run the calls of a skipped step again, forward, and then backward if all values are finite."""
         with random_numbers_kept():
             for call in calls:
                 set_random_state(call.random)
                 if overflow := find_overflow(self._model, *call.args, **call.kwargs):
-                    return overflow
-        return None
+                    return SkippedStep(step, overflow)
+            for call in calls:
+                set_random_state(call.random)
+                if (beginning := _on_the_way_back(self._model, call)).says:
+                    return SkippedStep(step, None, beginning)
+        return SkippedStep(step, None)
 
     @property
     def _present(self) -> int:
@@ -155,8 +168,12 @@ class Watch:
         self._observed[now] = None
         self._open.enter_context(self._model._observed_by(partial(self._counts.see, now)))
 
-    def _after(self) -> None:
+    def _after(self, output: Any) -> None:
         self._open.close()
+        if self._keeps_gradients and self._calls and torch.is_grad_enabled():
+            for i, tensor in enumerate(pytree.tree_leaves(output)):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._calls[-1].add_gradient, i))
 
     # ---- what was seen ----------------------------------------------------------------------------------------------
 
@@ -184,6 +201,8 @@ class Watch:
 
 
 # The rows of a watch, and its report as text.
+
+_NOWHERE = Beginning()
 
 
 @dataclass(frozen=True)
@@ -222,10 +241,13 @@ class SkippedStep:
         step: its number, from 1.
         found: the node that overflowed when its batch ran again, with a rule that mends it; None if every value of the
             forward pass was finite, so that the loss or a gradient overflowed.
+        gradient: where Inf and NaN begin on the way back, with that step's loss scale; empty where that is not known,
+            as of the first such step.
     """
 
     step: int
     found: Overflow | None
+    gradient: Beginning = _NOWHERE
 
 
 def report(
@@ -267,6 +289,8 @@ def _of_skipped(skipped: Sequence[SkippedStep]) -> Iterator[str]:
         yield ""
         if alike[0].found is None:
             yield f"{steps} skipped though every value of the forward pass is finite: the loss or a gradient overflowed"
+            for says, times in Counter(one.gradient.says for one in alike if one.gradient.says).items():
+                yield f"  {says} ({times} of them)"
         else:
             yield f"{steps} skipped, because"
             yield str(alike[0].found)
@@ -410,6 +434,26 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     random: tuple[torch.Tensor, list[torch.Tensor]]
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # of tensors of the output
+
+    def add_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Add the gradient that a backward pass gives the output's tensor number ``i``."""
+        self.gradients[i] = self.gradients[i] + gradient if i in self.gradients else gradient
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return a number whose gradients of the output are those that it had."""
+        leaves = pytree.tree_leaves(output)
+        return torch.stack([(leaves[i].float() * given.float()).sum() for i, given in self.gradients.items()]).sum()
+
+
+def _on_the_way_back(amp_model: AmpModule, call: _Call) -> Beginning:
+    """Find where gradients of a call become Inf or NaN; empty where they do not, or it is not known."""
+    if not all(bool(given.isfinite().all()) for given in call.gradients.values()):
+        return Beginning("on the way back, Inf and NaN begin in the loss, behind the model's output", is_failure=True)
+    if not call.gradients:
+        return _NOWHERE
+    beginning = compare_call(amp_model, call.args, call.kwargs, call.loss).begins
+    return beginning if beginning.is_failure else _NOWHERE
 
 
 @dataclass(frozen=True)
@@ -425,7 +469,7 @@ class _Hook:
         if self.is_before:
             self.watch._before(args, rest[0])
         else:
-            self.watch._after()
+            self.watch._after(rest[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_not_watched,)

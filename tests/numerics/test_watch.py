@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autocastfx import (
     AmpModule,
@@ -21,6 +22,7 @@ from autocastfx import (
     LossScalingOptimizer,
     OpList,
     StaticLossScale,
+    compare,
     convert,
     watch,
 )
@@ -236,6 +238,90 @@ def _train_in(seen: Watch, optimizer: LossScalingOptimizer, inputs: Iterator[Ten
             optimizer.step()
             if is_told:
                 seen.step(optimizer)
+
+
+class Grows(nn.Module):
+    """Its gradient grows a thousand times in a product, and is lost in float16 behind it; values stay small.
+
+    Args:
+        where: what the output is nested in.
+    """
+
+    def __init__(self, where: str = "tensor") -> None:
+        super().__init__()
+        self.first, self.last, self.where = nn.Linear(16, 16), nn.Linear(16, 16), where
+
+    def forward(self, x: Tensor, loss: float = 1.0) -> Any:
+        y = self.last(torch.relu(self.first(x)) * 1e3) * loss
+        return {"tensor": y, "tuple": (x.new_zeros(2), y), "dict": {"kept": x.sum(), "y": y}}[self.where]
+
+
+def grown(where: str = "tensor", **options: Any) -> AmpModule:
+    torch.manual_seed(0)
+    return convert(Grows(where), (torch.ones(4, 16),), dtype=torch.float16, **options)
+
+
+def train_grown(model: AmpModule, seen: Watch, kind: str, factor: float = 1e-2, calls: int = 1) -> None:
+    scale = 2.0**16
+    sgd, scaler = torch.optim.SGD(model.parameters(), lr=1e-6), GradScaler("cpu", init_scale=scale)
+    optimizer = LossScalingOptimizer(sgd, StaticLossScale(scale))
+    torch.manual_seed(1)
+    for _ in range(3):
+        sgd.zero_grad()
+        for _ in range(calls):
+            output = model(torch.randn(4, 16))
+            loss = factor * pytree.tree_leaves(output)[-1].square().mean() / calls
+            if kind == "optimizer":
+                optimizer.backward(loss)
+            else:
+                scaler.scale(loss).backward()
+        if kind == "optimizer":
+            optimizer.step()
+        else:
+            scaler.step(sgd)
+            scaler.update()
+        seen.step(optimizer if kind == "optimizer" else scaler)
+
+
+BEGINS = "on the way back, Inf and NaN begin with the gradient of relu (relu) in module (root)"
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "scaler"])
+@pytest.mark.parametrize(("where", "calls"), [("tensor", 1), ("tuple", 2), ("dict", 1)])
+def test_a_gradient_that_overflows_is_named_from_the_second_skipped_step_on(kind: str, where: str, calls: int) -> None:
+    model = grown(where)
+    with watch(model) as seen:
+        train_grown(model, seen, kind, calls=calls)
+    assert [one.gradient.node for one in seen.skipped] == ["", "relu", "relu"]
+    assert [one.gradient.says for one in seen.skipped] == ["", BEGINS, BEGINS]
+    assert [one.found for one in seen.skipped] == [None] * 3
+    assert str(seen).endswith(f"the loss or a gradient overflowed\n  {BEGINS} (2 of them)")
+    compared = compare(None, model, torch.randn(4, 16), gradients=True, scale=2.0**12)
+    assert compared.first_non_finite_gradient is not None
+    assert compared.first_non_finite_gradient.name == "relu", "as compare names it"
+
+
+def test_a_loss_that_overflows_is_told_from_a_gradient() -> None:
+    model = grown()
+    with watch(model) as seen:
+        train_grown(model, seen, "optimizer", factor=1e36)
+    assert [one.gradient.says for one in seen.skipped][1:] == [
+        "on the way back, Inf and NaN begin in the loss, behind the model's output"
+    ] * 2
+
+
+def test_gradients_of_outputs_are_kept_only_once_they_may_be_needed_and_until_the_step_ends() -> None:
+    model = grown()
+    with watch(model) as seen:
+        model(torch.randn(4, 16)).sum().backward()
+        assert seen._calls[-1].gradients == {}
+        train_grown(model, seen, "scaler")
+        model(torch.randn(4, 16)).sum().backward()
+        assert list(seen._calls[-1].gradients) == [0]
+        with torch.no_grad():
+            model(torch.randn(4, 16))
+        seen.step()
+        assert not seen._calls
 
 
 def test_a_node_is_warned_of_once() -> None:
