@@ -30,7 +30,7 @@ from autocastfx.files import check_writable, plain_data, read_whole, replacing, 
 from autocastfx.graph.node import path_and_around
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
-from autocastfx.plan.plan import Plan, PlannedNode, select
+from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.policy.float8 import Float8Settings
 from autocastfx.policy.kernel_facts import LEVELS
@@ -40,6 +40,7 @@ from autocastfx.policy.rule import Rule
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
+from autocastfx.report.explain import explained_nodes
 from autocastfx.report.text import LEAST_WIDTH, TextOptions
 
 # The width and the colours of what a command prints.
@@ -230,7 +231,9 @@ def explain(options: Namespace) -> int:
     """Run ``explain MODEL WHAT …``."""
     amp_model = converted(options, options.op_list or "default")
     try:
-        answers = {what: (select(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what}
+        answers = {
+            what: (explained_nodes(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what
+        }
     except KeyError as error:
         raise ModelSpecError(f"{error.args[0]}.") from error
     if options.json:

@@ -554,13 +554,14 @@ _READ: Conversions = {Cause: Cause.from_text, TextPlace | Forced: _source}
 # Select nodes of a plan by name: a node, an op, a module, or an op inside a module.
 
 
-def select(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
+def select(plan: Plan, what: str, others: Iterable[str] = ()) -> tuple[PlannedNode, ...]:
     """Return the nodes that ``what`` names, in the order of the plan.
 
     Args:
         plan: the plan of one graph.
         what: a node (``softmax_3``), an op (``softmax``), the path of a module (``layers.0.attn``), or an op
             inside a module (``layers.0.attn.softmax``). Paths may be patterns (``layers.*.attn``).
+        others: what else the caller knows, to be suggested.
 
     Raises:
         KeyError: nothing has this name; the message suggests the nearest.
@@ -571,7 +572,8 @@ def select(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
     named = named or [node for node in plan.nodes if _is_inside(node.module, what)]
     if not named:
         names = {name for node in plan.nodes for name in (node.name, node.op, node.module, f"{node.module}.{node.op}")}
-        raise UnknownNameError(f"no node, op or module of the plan is called {what!r}{nearest(what, names)}")
+        hint = nearest(what, {*names, *others})
+        raise UnknownNameError(f"no node, op or module of the plan is called {what!r}{hint}")
     return tuple(named)
 
 

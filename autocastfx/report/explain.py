@@ -9,7 +9,7 @@ from torch import nn
 
 from autocastfx.errors import ArgumentTypeError
 from autocastfx.graph.cell import preformatted
-from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Recomposed, select
+from autocastfx.plan.plan import Plan, PlannedCast, PlannedCopy, PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.report.view import View, float8_clauses
@@ -64,14 +64,25 @@ class Explanation(str):
 def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
-    made = {one.name: one for one in (*shown.plan.casts, *shown.plan.copies)}
-    if (cast := made.get(what)) is None:
-        chosen = select(shown.plan, what)
-    else:
+    if (cast := _casts(shown.plan).get(what)) is not None:
         yield _of_cast(cast)
-        chosen = tuple(node for node in shown.plan.nodes if node.name in cast.readers)
-    for node in chosen:
+    for node in explained_nodes(shown.plan, what):
         yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name), shown))
+
+
+def explained_nodes(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
+    """Return the nodes that ``explain`` tells of: those that ``what`` names, or the readers of the cast that it names.
+
+    Raises:
+        KeyError: nothing in the plan has this name; the message suggests the nearest.
+    """
+    if (cast := _casts(plan).get(what)) is not None:
+        return tuple(node for node in plan.nodes if node.name in cast.readers)
+    return select(plan, what, _casts(plan))
+
+
+def _casts(plan: Plan) -> dict[str, PlannedCast | PlannedCopy]:
+    return {one.name: one for one in (*plan.casts, *plan.copies)}
 
 
 def _of_cast(cast: PlannedCast | PlannedCopy) -> str:

@@ -205,11 +205,13 @@ def test_inputs_may_be_given_by_keyword(capsys: pytest.CaptureFixture[str], inpu
 
 
 def test_explain_says_what_explain_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    amp_model = autocastfx.convert(model(), (torch.ones(4, 32),), check=False)
     code, out, err = run(capsys, "explain", "cli_models:small", "gelu", "3", *INPUTS)
     assert (code, err) == (0, "")
+    amp_model = autocastfx.convert(model(), (torch.ones(4, 32),), check=False)
     assert out.split("\n\n")[0] == autocastfx.explain(amp_model, "gelu").strip()
     assert "layer_norm (layer_norm) in module 3 runs in float32: its category is deny." in out
+    code, out, err = run(capsys, "explain", "cli_models:small", amp_model.plan.casts[0].name, *INPUTS)
+    assert (code, out, err) == (0, autocastfx.explain(amp_model, amp_model.plan.casts[0].name), "")
     code, out, _ = run(capsys, "explain", "cli_models:small", "gelu", *INPUTS, "--json")
     (found,) = json.loads(out)
     assert (found["what"], [node["name"] for node in found["nodes"]]) == ("gelu", ["gelu"])

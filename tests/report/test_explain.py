@@ -56,6 +56,8 @@ def test_a_cast_and_the_read_of_a_copy_tell_who_reads_them_and_why_these_run_so(
         "x_float16 casts x to float16, as its readers run so: linear. Values beyond float16's range are clipped to it."
     )
     assert cast[2:] == explained("linear")[:3]
+    with pytest.raises(KeyError, match=re.escape("'x_float61' (did you mean 'x_float16'?)")):
+        explained("x_float61")
     cached = autocastfx.convert(Model(), (torch.randn(4, 8),), dtype="bfloat16", weights="cached")
     lines = autocastfx.explain(cached, "a_weight_bfloat16").splitlines()
     assert lines[0] == "a_weight_bfloat16 reads the bfloat16 copy of a.weight, as its readers run so: linear."
