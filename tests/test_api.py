@@ -47,7 +47,6 @@ RETURNED = {
     "graph.magnitude": "Exponents Margin Shares",
     "numerics.bisect": "Bisection OpInModule",
     "numerics.check": "Check CheckedValue",
-    "numerics.time": "TimedSide Timing",
     "numerics.find_overflow": "InputRange Overflow",
     "numerics.gradient_histogram": "GradientHistogram",
     "numerics.logprob_gap": "LogprobGap",
@@ -66,6 +65,7 @@ RETURNED = {
     "report.lint.lint": "Lint OpEstimate",
     "report.lint.odd_size": "OddSize",
     "report.lint.roofline": "Total",
+    "report.timing": "TimedSide Timing",
 }
 
 

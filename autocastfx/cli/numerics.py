@@ -82,6 +82,7 @@ def add_to(
     parser = add("time", parents=[*parents, model], help="time a model in float32, under torch.autocast and converted")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="how often each way is timed; 15")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile, in a minute or more")
+    add_file(group(parser, WRITTEN), "--page", help="also write the page of dump, with these times")
     add_conversion_options(parser)
     parser.set_defaults(run=_time)
 
@@ -162,6 +163,8 @@ def _time(options: Namespace) -> int:
     how = conversion_arguments(options, place) | {"rounds": options.rounds, "compiled": options.compiled}
     batch = load_inputs(options.inputs, place)
     timing = time(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
+    if options.page is not None:
+        dump(converted(options, options.op_list or "default", model), options.page, "html", timing=timing)
     print(json.dumps(plain_data(timing), indent=1) if options.json else timing)
     return 0
 

@@ -18,6 +18,7 @@ from autocastfx.report.edits import best_edits
 from autocastfx.report.formats import FORMATS, render
 from autocastfx.report.html import model_facts, render_html
 from autocastfx.report.text import TextOptions, check_names, render_text
+from autocastfx.report.timing import Timing
 from autocastfx.report.unfused import unfused_attention
 from autocastfx.report.view import PredictedError, View, titled, view
 from autocastfx.runtime.amp_module import AmpModule
@@ -58,6 +59,7 @@ def dump(
     *,
     comparison: Comparison | None = None,
     against: Plan | None = None,
+    timing: Timing | None = None,
     width: int | None = 120,
     full: bool = False,
     only: str | None = None,
@@ -82,6 +84,7 @@ def dump(
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
         against: the plan of the same model, converted in another way. The page marks the nodes that it decides or
             places differently, as :func:`diff` lists them, in the variant that is shown first.
+        timing: a result of :func:`time` for the same model, for a tab of the page.
         width: of the text: the most characters of a line, at least 40. Names that are too long lose their middle, lists
             of casts and reasons their end; None shortens nothing.
         full: give each parameter, cast and other node of the text a line of its own; by default the line of an op tells
@@ -97,12 +100,12 @@ def dump(
 
     Raises:
         ValueError: the format is unknown; ``only`` or ``module`` names nothing in the model, and the message suggests
-            the nearest; an argument of the text is wrong, or given with another format; ``comparison`` or ``against``
-            is given with a format other than ``"html"``, or is of another model; this model lacks the variant that was
-            compared; an enabled model has several graphs, and the format holds one; or the environment variable
-            SOURCE_DATE_EPOCH is not a number.
-        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison, or
-            ``against`` no plan.
+            the nearest; an argument of the text is wrong, or given with another format; ``comparison``, ``against`` or
+            ``timing`` is given with a format other than ``"html"``; ``comparison`` or ``against`` is of another model;
+            this model lacks the variant that was compared; an enabled model has several graphs, and the format holds
+            one; or the environment variable SOURCE_DATE_EPOCH is not a number.
+        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison``, ``against`` or ``timing`` is
+            something else.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
         IsADirectoryError: ``path`` is a folder.
@@ -126,13 +129,17 @@ def dump(
         raise ArgumentError(
             f"against= goes into format='html', not {format!r}: print autocastfx.diff(against, plan) instead"
         )
+    if timing is not None and not isinstance(timing, Timing):
+        raise ArgumentTypeError(f"timing= takes what time() returned, not a {type(timing).__name__}")
+    if timing is not None and format != "html":
+        raise ArgumentError(f"timing= goes into format='html', not {format!r}: leave it away, or print it by itself")
     options = TextOptions(width=width, full=full, only=only, module=module, summary=summary)
     if format != "text" and options != TextOptions(width=width):
         raise ArgumentError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
     if format == "text":
         text = dump_text(amp_model, options)
     else:
-        text = _rendered(amp_model, format, comparison, against)
+        text = _rendered(amp_model, format, comparison, against, timing)
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
@@ -153,14 +160,16 @@ def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
     return "\n".join(render_text(one, options) for one in views)
 
 
-def _rendered(amp_model: nn.Module, format: str, comparison: Comparison | None, against: Plan | None) -> str:
+def _rendered(
+    amp_model: nn.Module, format: str, comparison: Comparison | None, against: Plan | None, timing: Timing | None
+) -> str:
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
         facts = model_facts(amp_model)
         if isinstance(amp_model, AmpModule):
             edits = best_edits(amp_model, amp_model._shown[shown])
             facts["edits"] = [{"write": e.write, "where": e.where, "says": e.says, "effect": e.effect} for e in edits]
-        return render_html(views, shown, comparison, facts, against)
+        return render_html(views, shown, comparison, facts, against, timing)
     if isinstance(amp_model, AmpModule):
         return render(views[shown], format)
     if len(views) == 1:
@@ -262,7 +271,12 @@ class Page:
 
 
 def show(
-    model: nn.Module, *, comparison: Comparison | None = None, against: Plan | None = None, height: int = 700
+    model: nn.Module,
+    *,
+    comparison: Comparison | None = None,
+    against: Plan | None = None,
+    timing: Timing | None = None,
+    height: int = 700,
 ) -> Page:
     """Make the page of a converted or enabled model for a notebook: the value of a cell shows it.
 
@@ -270,9 +284,10 @@ def show(
         model: as for :func:`dump`.
         comparison: as for :func:`dump`.
         against: as for :func:`dump`.
+        timing: as for :func:`dump`.
         height: of the frame, in pixels.
 
     Raises:
         TypeError, ValueError, VariantError: as :func:`dump`.
     """
-    return Page(dump(model, format="html", comparison=comparison, against=against), height)
+    return Page(dump(model, format="html", comparison=comparison, against=against, timing=timing), height)

@@ -29,6 +29,7 @@ from autocastfx.report.headline import brief_reason, headline, headline_data
 from autocastfx.report.packed import packed
 from autocastfx.report.reason import Reasons
 from autocastfx.report.text import summary
+from autocastfx.report.timing import Timing
 from autocastfx.report.view import Row, View, float8_clauses, in_numbers
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -103,12 +104,14 @@ def page_data(
     comparison: Comparison | None = None,
     facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
+    timing: Timing | None = None,
 ) -> dict[str, Any]:
-    """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
+    """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "timing": {…}, "variants": […]}``.
 
-    A variant holds its ``title``, ``summary``, ``low``, ``device``, ``op_list``, ``unlisted`` ops, ``modules`` (the
-    root first, each with its name and the number of its parent), ``nodes``, which refer to each other and to modules by
-    number, the numbers of its ``parameters``' gradients, and where its error begins (``begin``).
+    Empty fields are left out. A variant holds its ``title``, ``summary``, ``low``, ``device``, ``op_list``,
+    ``unlisted`` ops, ``modules`` (the root first, each with its name and the number of its parent), ``nodes``, which
+    refer to each other and to modules by number, the numbers of its ``parameters``' gradients, and where its error
+    begins (``begin``).
 
     Args:
         views: all variants.
@@ -116,6 +119,7 @@ def page_data(
         comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
         facts: of the model as a whole.
         against: another plan, whose decisions are told of the variant that is shown first, where they differ.
+        timing: a result of ``time``.
 
     Raises:
         ValueError: no variant is the one that was compared, or it lacks a compared node; or ``against`` is of another
@@ -126,7 +130,8 @@ def page_data(
     if against is not None:
         _add_changes(variants[shown], against, views[shown].plan)
     model = {"model": dict(facts)} if facts is not None else {}
-    return {"format": 1, "shown": shown, **model, "variants": variants}
+    timed = {"timing": timing.page_data()} if timing is not None else {}
+    return {"format": 1, "shown": shown, **model, **timed, "variants": variants}
 
 
 def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
@@ -338,6 +343,7 @@ def render_html(
     comparison: Comparison | None = None,
     facts: Mapping[str, Any] | None = None,
     against: Plan | None = None,
+    timing: Timing | None = None,
 ) -> str:
     """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
 
@@ -349,12 +355,13 @@ def render_html(
         comparison: likewise.
         facts: likewise.
         against: likewise.
+        timing: likewise.
 
     Raises:
         ValueError: as for :func:`page_data`.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
-    data = page_data(views, shown, comparison, facts, against)
+    data = page_data(views, shown, comparison, facts, against, timing)
     data["variants"] = [{**variant, "nodes": packed(variant["nodes"])} for variant in data["variants"]]
     name = (facts or {}).get("name", "autocastfx")
     parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx.cli.main import main
 from autocastfx.errors import CalibrationError, SensitivityError, UnsupportedError
-from autocastfx.numerics.time import TimedSide, Timing
+from autocastfx.report.timing import TimedSide, Timing
+from tests.browser import browser, needs_browser
 from tests.helpers import heard
 
 SIDES = ["float32", "torch.autocast", "converted", "cached and kernel"]
@@ -132,11 +134,41 @@ def test_a_gpu_that_waits_and_a_slow_dtype_are_said() -> None:
     assert slow.advice[-1].startswith("float32 is the fastest")
 
 
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+@needs_browser
+def test_the_page_has_a_tab_of_times(tmp_path: Path) -> None:
+    amp_model, path = autocastfx.convert(Net(), X, dtype="bfloat16"), tmp_path / "net.html"
+    with browser() as page:
+        autocastfx.dump(amp_model, path)
+        page.open(path)
+        assert page.count("#tab-times") == 0
+        autocastfx.dump(amp_model, path, timing=TABLE)
+        page.open(path)
+        page.click("#tab-times")
+        assert all(line in page.text("#panel") for line in TABLE.advice)
+        rows = page.run(
+            "return [...document.querySelectorAll('#panel tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        assert rows[3] == ["converted", "11", "1.10 (1.09 to 1.11)"]
+        assert rows[5:] == [["op", *SIDES], ["mm", "", "", "4", ""], ["softmax", "", "1", "2.5", ""]]
+        assert page.complaints() == []
+    assert "timing" in autocastfx.show(amp_model, timing=TABLE).text
+    with pytest.raises(TypeError, match=r"timing= takes what time\(\) returned, not a str"):
+        autocastfx.dump(amp_model, path, timing="1 ms")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="timing= goes into format='html', not 'text'"):
+        autocastfx.dump(amp_model, timing=TABLE)
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with heard():
         line = f"time {__name__}:Net --inputs float32[4,16] --dtype bfloat16 --rounds 2"
         assert main(line.split()) == 0
     said = capsys.readouterr().out
     assert said.startswith("Net in bfloat16 on a cpu: a training step without optimizer, 2 rounds in turns\n")
+    with heard():
+        assert main([*line.split(), "--page", str(tmp_path / "net.html")]) == 0
+    capsys.readouterr()
+    assert '"timing":{"what":"Net in bfloat16 on a cpu' in (tmp_path / "net.html").read_text(encoding="utf-8")
+    assert main([*line.split(), "--page", str(tmp_path / "gone" / "net.html")]) == 2
+    assert "gone" in capsys.readouterr().err
     assert main([*line.split()[:-1], "1"]) == 2
     assert "--rounds is a number from 2 on, not 1." in capsys.readouterr().err

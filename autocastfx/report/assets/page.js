@@ -168,12 +168,12 @@
   /* ---- the panel ---- */
 
   function tabs() {
-    Tabs.make($("tabs"), { errors: state.model.nodes.some((n) => n.numerics), changes: "changes" in state.model.variant }, pick);
+    Tabs.make($("tabs"), { errors: state.model.nodes.some((n) => n.numerics), changes: "changes" in state.model.variant, times: "timing" in data }, pick);
   }
 
   function pick(name) {
     if (name === "selection") return void (state.selected ? select(state.selected) : show(name, Panel.nothing(state.model, state.variant === data.shown ? data.model?.edits : [])));
-    show(name, name === "ops" ? Tables.ops(state.model, found.search) : Tables[name](state.model, goTo));
+    show(name, name === "ops" ? Tables.ops(state.model, found.search) : name === "times" ? Tables.times(data.timing) : Tables[name](state.model, goTo));
   }
 
   function show(name, content) {

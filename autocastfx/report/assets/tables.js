@@ -1,5 +1,5 @@
 "use strict";
-/* Tables of a whole variant: its operations, its casts, its errors. */
+/* Tables of a whole variant: its operations, its casts, its errors; and the times of the model. */
 const Tables = (() => {
   const { breakable, h, link, table } = Elements, { bytes, many, number, percent } = Words;
 
@@ -104,5 +104,13 @@ const Tables = (() => {
     ];
   }
 
-  return { casts, changes, errors, ops };
+  function times({ what, sides, ops, advice }) {
+    return [
+      h("h2", {}, "Times"), h("p", { class: "none" }, what), table(["", "ms", "of torch.autocast's"], sides),
+      h("ul", { class: "lines" }, advice.map((line) => h("li", {}, line))),
+      h("h2", {}, "Milliseconds of the largest ops, each by itself"), table(["op", ...sides.map(([name]) => name)], ops, "The profiler saw none."),
+    ];
+  }
+
+  return { casts, changes, errors, ops, times };
 })();

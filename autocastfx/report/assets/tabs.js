@@ -1,7 +1,7 @@
 "use strict";
 /* The tabs of the panel. */
 const Tabs = (() => {
-  const TITLES = { selection: "Selection", ops: "Operations", casts: "Casts", errors: "Errors", changes: "Changes" };
+  const TITLES = { selection: "Selection", ops: "Operations", casts: "Casts", errors: "Errors", changes: "Changes", times: "Times" };
   const { h } = Elements;
 
   function make(tabs, has, pick) {
