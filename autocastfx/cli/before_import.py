@@ -1,4 +1,4 @@
-"""Tell the version, and let Ctrl-C end the command, before the package's imports, which take seconds."""
+"""Tell the version, complete the command line, and let Ctrl-C end the command, before imports that take seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+from autocastfx.cli.completion import complete
 
 _WORDS = "autocastfx: interrupted"
 _CODE = 130
@@ -15,9 +17,11 @@ def begin_command(version: str) -> None:
     """If this process is the command ``autocastfx``, let Ctrl-C end it until :func:`raise_when_interrupted`.
 
     Only the import of torch and of this package runs meanwhile, so there is nothing to clean up. Asked for its version
-    alone, the command tells it and ends.
+    alone, or by a shell for completions, the command answers and ends.
     """
     if _is_command():
+        if "_ARGCOMPLETE" in os.environ:
+            complete()
         if sys.argv[1:] == ["--version"]:
             print(f"autocastfx {version}")
             sys.exit(0)

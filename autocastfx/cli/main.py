@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         raise_when_interrupted()
-        parser = _parser()
-        complete(parser)
-        options = parser.parse_args(argv)
+        options = parser_of_all().parse_args(argv)
     except KeyboardInterrupt:
         return interrupted()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -71,20 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
         return _code(error)
     return outcome() if callable(outcome) else outcome  # a script: its errors and warnings are shown as without us
-
-
-# Let a shell complete the command line, if argcomplete is installed.
-
-
-def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end the process; do nothing otherwise."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    argcomplete.autocomplete(parser)
 
 
 def _run_lint(options: argparse.Namespace) -> int:
@@ -176,7 +160,8 @@ def _warnings_in_one_line() -> Generator[None]:
         yield
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_all() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = SuggestingParser(
         prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
     )

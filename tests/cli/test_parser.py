@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from autocastfx.cli.main import _EXAMPLES, _LIST_EXAMPLES, _parser, main
+from autocastfx.cli.main import _EXAMPLES, _LIST_EXAMPLES, main, parser_of_all
 from autocastfx.cli.parser import in_order
 
 NET, X, IDS = "tests.cli.nets:Net", "float32[2,8]", "ids=int64[2,8]<10"
 
 
 def parsed(line: str) -> argparse.Namespace:
-    return _parser().parse_args(shlex.split(line))
+    return parser_of_all().parse_args(shlex.split(line))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
 import autocastfx
+from autocastfx.cli.completion import WORDS, words_of
+from autocastfx.cli.main import parser_of_all
 from tests.golden.decoders import KEPT as DECODERS
 from tests.golden.decoders import attentions
 from tests.golden.list_tables import filled
@@ -36,6 +39,8 @@ def main() -> None:
     for name in LINTS:
         kept_lint(name).write_text(f"{autocastfx.lint(CASES[name]())}\n", encoding="utf-8")
         print(kept_lint(name))
+    WORDS.write_text(json.dumps(words_of(parser_of_all()), separators=(",", ":")) + "\n", encoding="utf-8")
+    print(WORDS)
     DECODERS.write_text(attentions(), encoding="utf-8")
     print(DECODERS)
     for page in (OP_LISTS, PLACEMENT):
