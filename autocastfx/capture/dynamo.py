@@ -353,6 +353,7 @@ def plain_error(
     """
     from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 
+    # what this package raised inside of Dynamo, as it is
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, (AutocastFXError, Warning)):
         return error.inner_exception
     if str(error).startswith(_NOTHING):
@@ -366,6 +367,7 @@ def plain_error(
     said, mode = str(error), "train" if model.training else "eval"
     if "bind arguments" in said and (misfit := _misfit(model, args, kwargs)) is not None:
         return misfit
+    # who is to blame: the model's own code, the conversion, or code that Dynamo cannot follow
     name, fails = type(model).__name__, _failure_of_its_own(error)
     if fails:
         first = f"{name} fails: {fails}"

@@ -330,6 +330,7 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     and tensors that are neither parameters nor buffers; generators of random numbers; and what ``forward``, the methods
     that it calls, and hooks refer to. Objects inside those objects are left out: a trainer, say, refers to everything.
     """
+    # begin with the model, its hooks, its classes, and what its forward refers to
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     classes = [one for one in _classes(model) if not one.__module__.startswith("torch.")]
     saved: dict[int, tuple[Any, Any]] = {id(one): (one, dict(vars(one))) for one in classes}
@@ -338,6 +339,7 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     kept = (one.values() if isinstance(one, Mapping) else one for one in tables if isinstance(one, Iterable))
     hooks = (hook for one in kept for hook in cast("Iterable[Any]", one))
     first = (model, *hooks, *own, *_run_by_forward(classes))
+    # from there to members, at any depth in modules and containers, and one level into other objects
     queue: deque[tuple[Any, bool]] = deque((one, True) for one in first)
     while queue:
         item, of_module = queue.popleft()

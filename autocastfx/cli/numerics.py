@@ -176,6 +176,7 @@ def _bisect(options: Namespace) -> int:
     if options.tolerance < 0 and options.metric in METRICS:
         raise ModelSpecError(f"--tolerance of the metric {options.metric} is from 0 on, not {options.tolerance}.")
     _check(options, "bisect runs the model")
+    # the model, and what tells how far it is off
     own = load_function(options.metric, "a metric") if options.metric not in METRICS else None
     model = given_model(options, options.model)
     place = device_of(model)
@@ -206,6 +207,7 @@ def _bisect(options: Namespace) -> int:
     except BisectError as error:
         print(f"autocastfx: error: {error}", file=sys.stderr)
         return 1
+    # the list, and what was found
     bisection.op_list.save(options.output)
     if options.json:
         names = ("places", "metric", "low", "float32", "evaluations")
@@ -287,6 +289,7 @@ def add_tune_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[a
 
 def _run_tune(options: Namespace) -> int:
     """Run ``tune``. Returns 0, also if there is nothing to gain: the list is written."""
+    # what was given, before work that may take minutes
     budget = _budget(options.budget)
     for name in ("probes", "held_out"):
         if getattr(options, name) < 1:
@@ -303,6 +306,7 @@ def _run_tune(options: Namespace) -> int:
     model, batches = given_model(options, options.model), load_batches(options.batches)
     for batch in batches[:1]:
         _arguments(model, batch, inputs)  # before work that may take minutes
+    # measure, or go on from a file, and tune
     how: dict[str, Any] = {"dtype": options.dtype, "op_list": options.op_list or "default"}
     measured = None
     if options.sensitivity is not None:
@@ -322,6 +326,7 @@ def _run_tune(options: Namespace) -> int:
         inputs=inputs,
         **how,
     )
+    # the list, the picture and what was found
     if options.output is not None:
         tuned.save(options.output)
     if options.plot is not None:

@@ -603,6 +603,7 @@ def enable(
         raise UnsupportedError(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
+    # the options, with errors before anything is done to the model
     warn_of_other_parameters(model, stacklevel=3)
     known = (*_OPTIONS, *inspect.signature(CompileBackend).parameters, "check")
     if unknown := [argument for argument in arguments if argument not in known]:
@@ -616,6 +617,7 @@ def enable(
         (copied,) = converted_copies(model, bare)
         return measuring.measure(copied, copied, batches)
 
+    # measured ranges and chosen dtype, as of convert
     converter = given.converter(model, given.target or device_of(model), measure)
     if given.has_batches:
         arguments["calibrate"] = converter.ranges

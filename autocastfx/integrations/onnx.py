@@ -176,12 +176,14 @@ def export(
             importlib.import_module(package)
     except ImportError as error:
         raise MissingExtraError("this needs onnx and onnxscript: pip install onnx onnxscript") from error
+    # the graph of this call; symbolic where sizes are to stay open
     given = dict(kwargs or {})
     shapes = options.get("dynamic_shapes")
     model = amp_model if shapes is None else amp_model._with_own_captures(any_size=True)
     frozen = model.freeze(*args, **given)
     if any(variant.plan.quantized for variant in model.variants):
         raise UnsupportedError("ONNX has no operator for the model's float8 products: convert it without float8.")
+    # export as it is; operators that ONNX does not define for 16 bits then compute in float32
     optimize, external_data = options.pop("optimize", True), options.pop("external_data", True)
     options = {"opset_version": _OPSET, "verbose": False} | options
     exported = _exported(_Called(frozen, amp_model._signature), args, given, shapes)

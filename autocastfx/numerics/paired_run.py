@@ -293,6 +293,7 @@ def run_side_by_side(
         raise ArgumentTypeError(
             f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first"
         )
+    # the graph that the call would run
     signature = CallSignature.of(amp_model.forward)
     args, kwargs = batch_of(signature, tuple(args), kwargs)
     try:
@@ -308,6 +309,7 @@ def run_side_by_side(
         variant.keeping if gradients else variant.graph,
         lambda name: ours[name] if name in ours else attribute(amp_model, name),
     )
+    # the float32 graph: as captured, or of the original that was given
     captured, theirs, same_call = variant.captured, ours, call
     if model is not None:
         theirs = {
@@ -320,6 +322,7 @@ def run_side_by_side(
         theirs |= outside
     if captured is None:
         return PairedRun(variant, Side(low, call, gradients), None, {}, 0, ask)
+    # which nodes of both are the same, and how many only one has
     given = {**captured.attributes, **theirs}
     full = flatten(captured.graph, given.__getitem__)
     twins = _twins(low, full)

@@ -82,12 +82,14 @@ class ProbeRun:
         }
         self.gradients: dict[int, torch.Tensor] = {}
         self.largest = 0.0
+        # what depends on a parameter is carried from segment to segment; all else is given
         roots = [n for n in flat.graph.nodes if n.op == "get_attr" and str(n.target) in self.parameters]
         self._carried = set(reachable(roots, lambda node: node.users))
         self._outside: dict[fx.Node, Any] = {}
         self._before: list[dict[fx.Node, Any]] = []
         self._returned: _Values | None = None
         self._held: tuple[int, SegmentRun] | None = None
+        # the call's tensors and the model's, copied where the graph writes into them
         names = [node.name for node in flat.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(names, call.tensors, strict=True))
         own = {name: one.detach() for name, one in inputs.items() if isinstance(one, torch.Tensor)}

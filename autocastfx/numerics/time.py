@@ -80,6 +80,7 @@ def time(
     check_fits(model, args, kwargs)
     device = device_of(model, args, kwargs)
     low = chosen_dtype(dtype, device)
+    # convert and compile all sides, then let them take turns
     with _left_as_it_is(model):
         is_trained = model.training and any(p.requires_grad for p in model.parameters())
         calls: dict[str, Callable[..., Any]] = {FLOAT32: model, AUTOCAST: _in_autocast(model, device.type, low)}

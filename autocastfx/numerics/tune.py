@@ -102,6 +102,7 @@ def tune(
         ValueError: ``of`` is no target, ``probes`` is less than 1, ``float8`` is no recipe, or there is a ``share``, or
             a budget of bytes, that does not go with it.
     """
+    # what the caller gave, before anything runs
     check_choices(of, probes)
     _check_types(budget=budget, sensitivity=sensitivity, gpu=gpu, inputs=inputs)
     if isinstance(held_out, bool) or not isinstance(held_out, int):
@@ -121,6 +122,7 @@ def tune(
     def converted(lists: OpListLike) -> AmpModule:
         return convert(model, args, kwargs or None, dtype=dtype, op_list=lists, fold=fold)
 
+    # the list to start from, and the one whose error is the budget
     base = converted(op_list)
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
     low = low_dtype(base.plan.low)
@@ -128,6 +130,7 @@ def tune(
         _check_products(
             low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list, recipe
         )
+    # what 16 bits cost at each node: measured here, or checked to be of the same thing
     if sensitivity is None:
         measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
         with counted(progress, "measuring sensitivity") as show:
@@ -145,6 +148,7 @@ def tune(
         refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
         for category, message in unmatched_in(base, sensitivity=sensitivity):
             warnings.warn(message, category, stacklevel=2)
+    # the cheapest plan within the limit, each candidate judged on batches that were not measured
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         measured = base, base._variant_for(args, kwargs), prices_on(rates, sensitivity), low
@@ -163,6 +167,7 @@ def tune(
                 'out. Give a Budget(error=...), or dtype="bfloat16".'
             )
         best, front = search.result(judge, replace(limit, bandwidth=products.bandwidth if recipe else 0.0), started)
+    # with these rules in force, what is kept for backward
     rules = best.rules or OpList(name="tuned")
     choice = None
     if saved_limit is not None:

@@ -167,10 +167,12 @@ def _converted(
     """A converted copy of ``source`` and the values of its ``get_attr`` nodes; its part of the plan is in ``parts``."""
     follows = settings.op_list.placement == "follow"
     graph = expand(source, dispatch_of(settings, source)) if follows else _unfollowed(copy_graph(source))
+    # what was measured of this graph's nodes
     values, inner = dict(attributes), replace(settings, keep_output_dtype=True)
     magnitudes = settings.ranges.magnitudes(settings.mode) if settings.ranges is not None else {}
     known = settings.prices.sensitivity.effects_in(settings.mode) if settings.prices is not None else {}
     errors = NodeEffectMap.of(graph, known, prefix, given)
+    # sub-graphs first, each by itself: the graph around then knows their dtypes
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
@@ -182,6 +184,7 @@ def _converted(
                 rewrites=rewrites,
             )
             values[target] = fx.GraphModule(held, inside)
+    # the passes, one state after the other
     state = State(
         graph=graph,
         attributes=values,
@@ -206,6 +209,7 @@ def _converted(
             effects = state.errors.of_nodes(state.placements)
             if not rewrites:
                 break
+    # predicted errors of products in float8
     if settings.prices is not None and state.float8:
         recipe = settings.prices.sensitivity.float8
         planned = {node: state.errors.with_errors(node, one, recipe) for node, one in state.float8.items()}
@@ -215,6 +219,7 @@ def _converted(
             **effects,
             **{n: added([part, *([effects[n]] if n in effects else [])]) for n, part in in_float8.items()},
         }
+    # this graph's entries of the plan
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     parts.effects += effects.values()
     parts.is_measured |= bool(state.errors.effects)

@@ -63,6 +63,7 @@ def views_of_enabled(model: nn.Module) -> list[View] | None:
     if not isinstance(getattr(backend, "graphs", None), list):
         return None
     graphs: Sequence[CompiledGraph] = backend.graphs
+    # what runs outside of converted graphs, told with the first of them
     outside = [
         f"not captured: {one.name} at {SourceLine(one.file, one.line, '').file}:{one.line} ({one.reason}). {one.runs}"
         for one in backend.skipped

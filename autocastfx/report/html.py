@@ -138,6 +138,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     values = comparison.nodes if comparison is not None else ()
     numbers = {n.name: {**_numbers(n), **({"gradient": _numbers(n.gradient)} if n.gradient else {})} for n in values}
     parameters = comparison.parameters if comparison is not None else ()
+    # nodes refer to modules, reasons and each other by number, which keeps the page small
     rows = [_portable(row) for row in view.rows]
     reasons, homes, whys = Reasons(rows), _Homes(rows), dict[str, int]()  # each reason once, with a number from 1
     known = {row.name: row.planned for row in rows if row.planned is not None}

@@ -397,6 +397,7 @@ def summary(view: View) -> list[str]:
     plan = view.plan
     is_low_already = any(node.placement.because.why is Why.AS_CAPTURED for node in plan.nodes)
     untouched = f"no {plan.low} value, or the model's own cast" if is_low_already else "no float32 value"
+    # counts of nodes by precision, and of casts by dtype
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
     others = (p for p in Precision if p not in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED) and p in run)

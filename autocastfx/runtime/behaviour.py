@@ -123,6 +123,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
     own, learns = list({id(m): m for m in (model, call) if isinstance(m, nn.Module)}.values()), trial.learns
     autocast_off = cast("Any", torch._C)._DisableAutocast()
     with isolated(*own) as changed_ids, autocast_off, ATTENTION_WRITTEN_OUT:
+        # calls that come before the one that is compared
         for one in own:
             set_modes(_modules(one), trial.modes)
         torch.manual_seed(0)
@@ -130,6 +131,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
             args, kwargs = _copied(trial.arguments)
             with torch.set_grad_enabled(learns), _theirs():
                 call(*args, **kwargs)
+        # the call, and all that a caller can see of it
         args, kwargs = _copied(trial.arguments)
         kinds = {name: (one.shape, one.dtype) for name, one in model.named_buffers()}
         given = pytree.tree_flatten((args, kwargs))[0]
@@ -146,6 +148,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         arguments_now = [one for one in given if isinstance(one, torch.Tensor)]
         tensors |= {f"{_ARGUMENT} {n}": _copy(one) for n, one in enumerate(arguments_now)}
         tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), "cpu"))
+        # backward from every output, or from the loss
         if learns:
             named = {**dict(model.named_parameters()), **{f"{_ARGUMENT} {n}": t for n, t in enumerate(arguments_now)}}
             found: dict[str, Any] = {f"{_GRADIENT} {name}": None for name in named}

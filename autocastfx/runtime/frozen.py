@@ -267,6 +267,7 @@ def _graph_of(own: nn.Module, model: nn.Module, root: nn.Module, graph: Captured
     call = cast("Any", own)._modules[CALL]
     members = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     paths = {id(tensor): path for path, tensor in members}
+    # the check of the call gives the tensors that the graph's inputs stand for
     source = variant.graph if not variant.plan.saved else keep_chosen(variant.graph, variant.plan.saved, planned_form)
     frozen = fx.Graph()
     inputs = [str(node.target) for node in graph.captured.graph.find_nodes(op="placeholder")]
@@ -290,6 +291,7 @@ def _graph_of(own: nn.Module, model: nn.Module, root: nn.Module, graph: Captured
             setattr(call, name, tensor)
         return f"{CALL}.{name}"
 
+    # the graph, with copies that a view keeps made anew in each call
     for node in source.nodes:
         if node.op == "placeholder":
             made[node] = leaves[str(node.target)]
@@ -304,11 +306,13 @@ def _graph_of(own: nn.Module, model: nn.Module, root: nn.Module, graph: Captured
             made[node] = frozen.call_function(quantize, tuple(made.get(one, one) for one in node.args[2:]))
         else:
             made[node] = frozen.node_copy(node, made.__getitem__)
+    # its outputs as the model nests them, by quick calls
     _return(frozen, own, variant, outputs, tensors, paths)
     call_quick(frozen, torchs_alone=True)
     for node in frozen.nodes:
         if isinstance(node.target, MethodDescriptorType):  # of which a file has the name alone
             node.op, node.target = "call_method", node.target.__name__
+    # members are read from their tables, without torch's look-up by name
     tables: dict[str, str] = {}
     for node in frozen.find_nodes(op="get_attr"):
         path, _, member = str(node.target).rpartition(".")

@@ -282,12 +282,14 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
             'lint compares with the float32 graph, which weights="low" does not keep: convert the model again, with '
             'weights="cached".'
         )
+    # the work of each node, as captured and as converted
     located = tuple(walk(captured.graph, captured.attributes))
     before = {one.name: work_of(one.node) for one in located}
     copies = {copy.name for copy in plan.copies}  # renewed when a parameter has changed, not in each pass
     converted = walk(graph, attributes_of(amp_model, graph))
     computed = (one for one in converted if one.name not in copies and one.node.target is not quantized_copy)
     after = [(one, work_of(one.node)) for one in computed]
+    # products in 16 bits, whose sizes matter to tensor cores
     products = {name: work.flops for name, work in before.items() if work.flops}
     run_low = {n.name for n in plan.nodes if n.placement.run is Precision.LOW or plan.low in n.dtype.split(",")}
     low = {name: flops for name, flops in products.items() if name in run_low}
