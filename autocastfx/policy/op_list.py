@@ -18,7 +18,7 @@ from autocastfx.files import write_whole
 from autocastfx.graph.names import base_name, names_function
 from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.float8 import Float8Settings
-from autocastfx.policy.read_rules import ListKey, Said, laid_over, later_or_earlier, limited
+from autocastfx.policy.read_rules import ListKey, Said, merge_limits, merge_ranked, merge_settings
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Demand, DepthLimit, Effect, KeptArgs, Rule, RuleKey, Runs
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.write_list import Change
@@ -80,14 +80,14 @@ _UNLISTED = ListKey(
     read=read_rules.unlisted,
     write=_word,
     said=lambda category: [("unlisted", _word(category), "")],
-    over=later_or_earlier,
+    over=merge_settings,
 )
 _PLACEMENT = ListKey(
     "how to choose the precision of `infer`, `clear` and `promote` ops",
     read=read_rules.placement,
     write=str,
     said=lambda placement: [("placement", placement, "")],
-    over=later_or_earlier,
+    over=merge_settings,
 )
 _KEEP_ARGS = ListKey(
     "for each op, the argument or arguments that stay float32 while the op runs in 16 bits",
@@ -107,7 +107,7 @@ _REDUCTION_DEPTH = ListKey(
     read=lambda tree: dict(read_rules.reduction_depth(tree)),
     write=write_list.limits,
     said=lambda limits: [(f"reduction_depth of {op}", str(limit), "") for op, limit in limits.items()],
-    over=limited,
+    over=merge_limits,
 )
 _PRODUCT_DEPTH = ListKey(
     "a product that adds up fewer elements into one is treated as elementwise work (`infer`), and a dot product, "
@@ -115,7 +115,7 @@ _PRODUCT_DEPTH = ListKey(
     read=lambda tree: read_rules.depth(tree, "product_depth"),
     write=lambda limit: limit.most,
     said=lambda limit: [("product_depth", str(limit), "")],
-    over=later_or_earlier,
+    over=merge_settings,
 )
 _BACKWARD_DEPTH = ListKey(
     "the most gradients that 16 bits may add up in backward, in a kernel or from the readers of a value; a kernel with "
@@ -123,7 +123,7 @@ _BACKWARD_DEPTH = ListKey(
     read=lambda tree: read_rules.depth(tree, "backward_depth"),
     write=lambda limit: limit.most,
     said=lambda limit: [("backward_depth", str(limit), "")],
-    over=later_or_earlier,
+    over=merge_settings,
 )
 _ALIASES = ListKey(
     "for each further name, the listed op whose rules it follows",
@@ -313,7 +313,7 @@ class OpList:
     def merged(self, later: OpList) -> OpList:
         """Return this list merged with ``later``, which wins key by key."""
         return OpList(
-            lines=laid_over(self.lines, later.lines),
+            lines=merge_ranked(self.lines, later.lines),
             name=f"{self.name}+{later.name}" if self.every_rule() else later.name,
             **{name: key.over(getattr(self, name), getattr(later, name)) for name, key in _FIELDS.items()},
         )

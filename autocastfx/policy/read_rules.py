@@ -440,19 +440,19 @@ def depth(tree: Tree, key: str) -> DepthLimit | None:
 Said = tuple[str, str, str]  # subject, setting, reason
 
 
-def later_or_earlier(earlier: Any, later: Any) -> Any:
+def merge_settings(earlier: Any, later: Any) -> Any:
     """Return the later value; the earlier one if the later is None."""
     return earlier if later is None else later
 
 
-def laid_over(earlier: Mapping[RuleKey, Rule[Any]], later: Mapping[RuleKey, Rule[Any]]) -> dict[RuleKey, Rule[Any]]:
+def merge_ranked(earlier: Mapping[RuleKey, Rule[Any]], later: Mapping[RuleKey, Rule[Any]]) -> dict[RuleKey, Rule[Any]]:
     """Merge two lists' rules: later ones get higher ranks, and are laid over earlier ones of the same key."""
     above = 1 + max((rule.rank for rule in earlier.values()), default=-1)
     raised = {key: replace(rule, rank=rule.rank + above) if rule.path else rule for key, rule in later.items()}
     return {**earlier, **raised, **{key: raised[key].over(earlier[key]) for key in earlier.keys() & raised.keys()}}
 
 
-def limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
+def merge_limits(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
     """Merge two lists' limits; a later limit for all reductions discards the earlier limits of single ops."""
     return {**({} if ANY_REDUCTION in later else earlier), **later}
 
