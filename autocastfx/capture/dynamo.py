@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import re
@@ -23,9 +24,10 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
-from autocastfx.capture.leave_intact import Shared, capturing, garbage_left, quiet_logs
+from autocastfx.capture.leave_intact import Shared, capturing
 from autocastfx.capture.mended import (
     asking_mends,
+    cache_mends,
     class_mends,
     guarding_mends,
     knowing_mends,
@@ -33,6 +35,7 @@ from autocastfx.capture.mended import (
     object_mends,
     storing_mends,
 )
+from autocastfx.capture.progress import quiet_logs
 from autocastfx.capture.user_casts import floats_kept, mends_that_note
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.graph.node import place
@@ -161,6 +164,7 @@ def mends() -> list[tuple[Any, str, Any]]:
 
     - Some calls stay whole (:func:`keeping_mends`). An autograd function inside a transform of ``torch.func`` breaks
       the graph: no tensor of the transform requires a gradient, so Dynamo would trace through the forward alone.
+    - Functions with an ``lru_cache`` are noted (:func:`cache_mends`).
     - Generators and bounded deques do what they do in Python (:func:`object_mends`).
     - It is noted which results are the model's state (:func:`storing_mends`).
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
@@ -176,6 +180,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     return [
         *keeping_mends(),
         *object_mends(),
+        *cache_mends(),
         *storing_mends(),
         (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
         (convert_frame, "exceeds_recompile_limit", _has_many_graphs),
@@ -475,3 +480,20 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except (TypeError, UnsupportedError):  # arguments that have no words, as a cache
         sizes = [sized(one) for one in args if isinstance(one, torch.Tensor)]
         return f"called with {', '.join(sizes)}, among others" if sizes else ""
+
+
+# Collections of Python's garbage, which a trace of many small objects would otherwise start again and again.
+
+_YOUNG, _MIDDLE, _ALL = 50_000, 20, 1_000
+
+
+@contextmanager
+def garbage_left() -> Generator[None, None, None]:
+    """While open, Python seldom looks for garbage. Each complete search goes through all objects of the process."""
+    before = gc.get_threshold()
+    if before[0]:  # 0: never
+        gc.set_threshold(*map(max, before, (_YOUNG, _MIDDLE, _ALL)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -19,6 +19,7 @@ from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import grad_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
@@ -39,8 +40,21 @@ from autocastfx.graph.node import HELD, HeldTensor, attributes_of, line_of
 # the recomputation. Of the latter the graph is converted by itself.
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
+
+
+def _enter_inference_mode(mode: bool) -> bool:
+    """Switch gradients off, or on for False, as inference mode does, and return whether they were on."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(not mode)
+    return before
+
+
 # What stands for a function that a graph cannot hold as it is.
-REPAIRS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(READS, data)
+REPAIRS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys(READS, data),
+    grad_mode._enter_inference_mode: _enter_inference_mode,
+    grad_mode._exit_inference_mode: torch._C._set_grad_enabled,
+}
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)

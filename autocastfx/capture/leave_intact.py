@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dis
 import functools
-import gc
 import inspect
 import linecache
-import logging
 import random
+import site
 import sys
+import sysconfig
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -233,33 +234,20 @@ def capturing() -> Generator[None, None, None]:
         yield
 
 
-# Collections of Python's garbage, which a trace of many small objects would otherwise start again and again.
-_YOUNG, _MIDDLE, _ALL = 50_000, 20, 1_000
-
-
-@contextmanager
-def garbage_left() -> Generator[None, None, None]:
-    """While open, Python seldom looks for garbage. Each complete search goes through all objects of the process."""
-    before = gc.get_threshold()
-    if before[0]:  # 0: never
-        gc.set_threshold(*map(max, before, (_YOUNG, _MIDDLE, _ALL)))
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def _forget(filename: str) -> None:
     linecache.cache.pop(filename, None)
     cast("Any", graph_module)._loader.eval_cache.pop(filename, None)
 
 
-# Restore the caller's module after a capture.
+# What a forward can change in place, and where: saved before it runs, and restored.
 
-_NO_STATE = (type, types.ModuleType)
 _CONTAINERS = (list, OrderedDict, dict, set, deque)
 _BOUND = (types.MethodType, functools.partial)
 _CALLS = (types.FunctionType, *_BOUND)
+_OWNERS = (type, types.ModuleType)  # of attributes, which code reaches by a global name
+_MISSING = object()
+_TORCHS = ("torch", "autocastfx")
+_LIBRARIES = (site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")))
 
 
 @contextmanager
@@ -328,12 +316,13 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
 
     These are containers at any depth, the attributes of modules, of their classes and of the objects that modules hold,
     and tensors that are neither parameters nor buffers; generators of random numbers; and what ``forward``, the methods
-    that it calls, and hooks refer to. Objects inside those objects are left out: a trainer, say, refers to everything.
+    and functions that it calls, and hooks refer to, with the attributes of classes and of Python's modules that these
+    name. Objects inside those objects, and installed libraries, are left out: a trainer, say, refers to everything.
     """
     # begin with the model, its hooks, its classes, and what its forward refers to
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     classes = [one for one in _classes(model) if not one.__module__.startswith("torch.")]
-    saved: dict[int, tuple[Any, Any]] = {id(one): (one, dict(vars(one))) for one in classes}
+    saved: dict[object, tuple[Any, Any]] = {id(one): (one, dict(vars(one))) for one in classes}
     own = (value for one in classes for value in vars(one).values() if not isinstance(value, _CALLS))
     tables = [one for module in model.modules() for name, one in vars(module).items() if name.endswith("_hooks")]
     kept = (one.values() if isinstance(one, Mapping) else one for one in tables if isinstance(one, Iterable))
@@ -343,7 +332,8 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     queue: deque[tuple[Any, bool]] = deque((one, True) for one in first)
     while queue:
         item, of_module = queue.popleft()
-        if id(item) in saved or id(item) in registered or isinstance(item, _NO_STATE):
+        key: object = (id(item.owner), item.code) if isinstance(item, _Named) else id(item)
+        if key in saved or key in registered or isinstance(item, _OWNERS):
             continue
         members: Any = ()
         if isinstance(item, torch.Tensor):
@@ -355,6 +345,8 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
             members = content.values() if isinstance(content, dict) else content
         elif isinstance(item, torch.Generator):
             saved[id(item)] = (item, item.get_state())
+        elif isinstance(item, _Named):
+            saved[key], members = (item, item.content()), item.members()
         elif isinstance(item, types.CellType):
             members = (item.cell_contents,)
             saved[id(item)] = (item, members)
@@ -368,7 +360,7 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
             members, of_module = (item.__dict__,), isinstance(item, nn.Module)
         elif of_module and (slots := _slots(item)):
             saved[id(item)], members, of_module = (item, slots), slots.values(), False
-        of_hook = isinstance(item, (*_CALLS, types.CellType))
+        of_hook = isinstance(item, (*_CALLS, _Named, types.CellType))
         queue.extend((member, of_module) for member in members if of_hook or not isinstance(member, _BOUND))
     return list(saved.values())
 
@@ -407,18 +399,76 @@ def _referred_to(call: Any) -> list[Any]:
     if str(call.__module__).startswith("torch."):
         return []
     cells = [cell for cell in call.__closure__ or () if cell != types.CellType()]  # an empty one is no content
-    named = [call.__globals__.get(name) for name in call.__code__.co_names]
-    return [*cells, *(one for one in named if not isinstance(one, _CALLS))]
+    return [*cells, *_followed(call.__globals__, call.__code__)]
+
+
+def _followed(named: Mapping[str, Any], code: types.CodeType) -> Iterator[Any]:
+    """Yield the values that ``code`` may change, of those that it reaches by ``named``."""
+    for value in (named[name] for name in _names(code).read if name in named):
+        if isinstance(value, _OWNERS):
+            if not is_installed(value):
+                yield _Named(value, code)
+        elif not isinstance(value, _CALLS) or (isinstance(value, types.FunctionType) and not is_installed(value)):
+            yield value
+
+
+@dataclass(frozen=True)
+class _Named:
+    """The attributes of a class, or of a module of Python, that ``code`` names."""
+
+    owner: Any
+    code: types.CodeType
+
+    def members(self) -> list[Any]:
+        """Return what they hold now."""
+        return list(_followed(vars(self.owner), self.code))
+
+    def content(self) -> dict[str, Any]:
+        """Return those that are assigned, with what they are now."""
+        return {name: vars(self.owner).get(name, _MISSING) for name in _names(self.code).attributes}
+
+    def give_back(self, content: Mapping[str, Any], keeps_added: bool) -> None:
+        """Give them back what they were."""
+        for name, was in content.items():
+            if was is _MISSING:
+                if name in vars(self.owner) and not keeps_added:
+                    delattr(self.owner, name)
+            elif vars(self.owner).get(name, _MISSING) is not was:
+                setattr(self.owner, name, was)
+
+
+def is_installed(one: Any) -> bool:
+    """True for a function, class or module of an installed library, or of Python itself."""
+    name = str(one.__name__ if isinstance(one, types.ModuleType) else one.__module__)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name.partition(".")[0] in _TORCHS or name in sys.builtin_module_names or str(file).startswith(_LIBRARIES)
 
 
 def _assigned_globals(function: types.FunctionType) -> dict[str, Any]:
-    names = _names_assigned(function.__code__)
+    names = _names(function.__code__).assigned
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
+class _Names(NamedTuple):
+    """The names in a function: those that it reads, and the globals and the attributes that it assigns."""
+
+    read: frozenset[str]
+    assigned: frozenset[str]
+    attributes: frozenset[str]
+
+
 @functools.lru_cache(maxsize=1024)
-def _names_assigned(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+def _names(code: types.CodeType) -> _Names:
+    codes = [code]
+    for one in codes:  # with the functions inside
+        codes += [inner for inner in one.co_consts if isinstance(inner, types.CodeType)]
+    steps = [(step.opname, step.argval) for one in codes for step in dis.get_instructions(one)]
+    read = (name for one in codes for name in one.co_names)
+    return _Names(
+        frozenset(read),
+        frozenset(name for operation, name in steps if operation == "STORE_GLOBAL"),
+        frozenset(name for operation, name in steps if operation == "STORE_ATTR"),
+    )
 
 
 def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
@@ -432,6 +482,8 @@ def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
         (owner.cell_contents,) = content
     elif isinstance(owner, types.FunctionType):
         owner.__globals__.update(content)
+    elif isinstance(owner, _Named):
+        owner.give_back(content, keeps_added)
     elif not isinstance(owner, _CONTAINERS):  # a class, or an object with slots
         now = dict(vars(owner)) if isinstance(owner, type) else _slots(owner)
         for name in (name for name in {**now, **content} if now.get(name) is not content.get(name)):
@@ -643,35 +695,3 @@ def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
 def _is_overridden(modules: Sequence[nn.Module]) -> bool:
     own = (getattr(module, name) for module in modules for name in ("train", "eval"))
     return any(getattr(method, "__func__", None) not in (nn.Module.train, nn.Module.eval) for method in own)
-
-
-# What torch logs of a failed trace.
-
-_LOGGERS = (
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._subclasses.fake_tensor",
-    "torch._dynamo.variables.tensor",
-    "torch._dynamo.variables.builtin",
-    "torch._guards",
-)
-_REPEATED = (
-    *("Unable to find user code", "failed while attempting to run meta", "Graph break from"),
-    *("Error while creating guard", "Created at"),
-)
-
-
-@contextmanager
-def quiet_logs() -> Generator[None, None, None]:
-    """Silence what torch logs of a failed trace or a broken graph, each in tens of lines; we tell it in one message."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for log in loggers:
-        log.addFilter(_is_of_use)
-    try:
-        yield
-    finally:
-        for log in loggers:
-            log.removeFilter(_is_of_use)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_REPEATED)

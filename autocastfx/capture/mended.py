@@ -8,10 +8,10 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn.modules import transformer
 
+from autocastfx.capture.leave_intact import is_installed
 from autocastfx.errors import StateWarning
 
 # Whether code that Dynamo captures asks if gradients are recorded, or switches them on.
@@ -478,13 +479,16 @@ def _known(variable: Any) -> Tensor | None:
     return known if known is not None and known.numel() == 1 else None
 
 
-# torch's own modules that do in a graph of Dynamo's something else than by themselves.
+# What does in a graph of Dynamo's something else than by itself: functions with a cache, and modules of torch's.
 
 
 class _Seen(threading.local):
     """What a thread has seen while it captures."""
 
     pads = False
+
+    def __init__(self) -> None:
+        self.caches: dict[str, None] = {}  # functions, in words
 
 
 _SEEN = _Seen()
@@ -495,6 +499,39 @@ def pads() -> bool:
     """Return whether an encoder in the graph that a backend is given may leave 0 in padded places by itself."""
     seen, _SEEN.pads = _SEEN.pads, False
     return seen
+
+
+def cached_functions() -> list[str]:
+    """Return the functions with an ``lru_cache`` that the graph computes anew in each call."""
+    seen, _SEEN.caches = _SEEN.caches, {}
+    return list(seen)
+
+
+def tell_of_caches(functions: Iterable[str]) -> None:
+    """Warn of such functions."""
+    warnings.warn(
+        f"forward calls {', '.join(functions)}, whose functools.lru_cache a graph leaves out: it computes the result "
+        "anew in each call. If that draws random numbers or reads what may change, compute it outside of forward.",
+        StateWarning,
+        stacklevel=2,
+    )
+
+
+def cache_mends() -> list[tuple[Any, str, Any]]:
+    """Note functions with a cache, but for those of libraries, which cache what only depends on the arguments."""
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+    call = WrapperUserFunctionVariable.call_function
+
+    @wraps(call)
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.wrapper_obj, "__wrapped__", None) if hasattr(self.wrapper_obj, "cache_info") else None
+        if isinstance(function, FunctionType) and not is_installed(function):
+            code = function.__code__
+            _SEEN.caches[f"{function.__qualname__} at {code.co_filename}:{code.co_firstlineno}"] = None
+        return call(self, *args, **kwargs)
+
+    return [(WrapperUserFunctionVariable, "call_function", call_function)]
 
 
 def tell_of_padding() -> None:

@@ -112,3 +112,35 @@ def counted(progress: Progress, what: str) -> Generator[Callable[[int], object]]
             print(file=sys.stderr)
     else:
         yield lambda done: None
+
+
+# What torch logs of a failed trace.
+
+_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.builtin",
+    "torch._guards",
+)
+_REPEATED = (
+    *("Unable to find user code", "failed while attempting to run meta", "Graph break from"),
+    *("Error while creating guard", "Created at"),
+)
+
+
+@contextmanager
+def quiet_logs() -> Generator[None, None, None]:
+    """Silence what torch logs of a failed trace or a broken graph, each in tens of lines; we tell it in one message."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for log in loggers:
+        log.addFilter(_is_of_use)
+    try:
+        yield
+    finally:
+        for log in loggers:
+            log.removeFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_REPEATED)

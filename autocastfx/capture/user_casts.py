@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.autograd import grad_mode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -26,6 +27,7 @@ from autocastfx.capture.leave_intact import patched_here
 _NOTE = "autocastfx_cast"
 _METHODS = ("to", "float", "type", "type_as")
 _FACTORIES = (torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace)
+_SWITCHES = (torch._C._set_grad_enabled, grad_mode._enter_inference_mode, grad_mode._exit_inference_mode)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def mends_that_note() -> list[tuple[Any, str, Any]]:
     @wraps(create_bare)
     def create_node(self: Any, kind: str, target: Any, *rest: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = create_bare(self, kind, target, *rest, **kwargs)
-        if target is torch._C._set_grad_enabled:
+        if target in _SWITCHES:
             node.meta["nn_module_stack"] = dict(self.output_graph.current_tx.nn_module_stack)
         return node
 

@@ -38,7 +38,8 @@ from autocastfx.capture.dynamo import (
     plain_error,
 )
 from autocastfx.capture.kept_whole import keeping_whole
-from autocastfx.capture.leave_intact import Shared, quiet_logs
+from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.progress import quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace

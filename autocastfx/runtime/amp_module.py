@@ -23,8 +23,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
 from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.dynamo import garbage_left
 from autocastfx.capture.kept_whole import functions_at
-from autocastfx.capture.leave_intact import capturing, garbage_left, isolated, own_thread_state
+from autocastfx.capture.leave_intact import capturing, isolated, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NotCapturedError, UnsupportedError, VariantError

@@ -25,7 +25,14 @@ from autocastfx.capture.captured import Captured
 from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, own_thread_state, set_up_by_call
-from autocastfx.capture.mended import asks_for_gradients, pads, stored_results, tell_of_padding
+from autocastfx.capture.mended import (
+    asks_for_gradients,
+    cached_functions,
+    pads,
+    stored_results,
+    tell_of_caches,
+    tell_of_padding,
+)
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import capture_shown, stage
 from autocastfx.capture.shape_guard import shape_guard
@@ -64,6 +71,7 @@ class Captures:
         self._any_size = any_size
         self._was_set_up = False  # a first call may set the model up, under a lock
         self._pads = False  # that it computes padded places is told once
+        self._cached: dict[str, None] = {}  # functions that were told of
         self._asks = False  # the code asks whether gradients are recorded: there are graphs with and without
         self._hooks, self._seen = _hooks_of(model), RemovableHandle.next_id
         self._begin()
@@ -168,6 +176,9 @@ class Captures:
         if pads() and not self._pads:
             self._pads = True
             tell_of_padding()
+        if new := [one for one in cached_functions() if one not in self._cached]:
+            self._cached |= dict.fromkeys(new)
+            tell_of_caches(new)
         return partial(_run, weakref.ref(self), weakref.ref(graph))
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import ClippedValuesWarning
+from autocastfx.graph.names import op_name
 from autocastfx.runtime.operators.casts import is_concrete, saturating_cast
 from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
@@ -159,9 +161,15 @@ def _copy_constants(quick: fx.Graph) -> None:
 
 
 def _read_together(quick: fx.Graph) -> None:
-    """Read working copies some at a time, in place."""
+    """Read working copies some at a time, in place.
+
+    Those read at once lead to the same outputs, so that all get gradients or none: autograd calls the hooks of a
+    parameter, with None, where only others of one node get some.
+    """
     reads = [node for node in quick.nodes if node.target is working_copy and _is_input(node.args[1])]
-    for (copies, dtype), alike in itertools.groupby(reads, lambda node: (node.args[0], node.args[2])):
+    reached = _outputs_reached(quick) if reads else {}
+    reads.sort(key=reached.__getitem__)  # in their order for each set of outputs
+    for (copies, dtype, _), alike in itertools.groupby(reads, lambda n: (n.args[0], n.args[2], reached[n])):
         while some := list(itertools.islice(alike, _COPIES)):
             with quick.inserting_before(some[0]):
                 masters = [node.args[1] for node in some]
@@ -170,6 +178,24 @@ def _read_together(quick: fx.Graph) -> None:
             for node, copied in zip(some, each, strict=True):
                 node.replace_all_uses_with(copied)
                 quick.erase_node(node)
+
+
+def _outputs_reached(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return from which outputs gradients come to each node: a number with a bit for each output."""
+    places = {node: 1 << i for i, node in enumerate(dict.fromkeys(graph.output_node().all_input_nodes))}
+    reached: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        readers = list(node.users)
+        if op_name(node).partition(".")[0].endswith("_"):  # it writes into what it reads, for later readers
+            readers += [user for user in node.all_input_nodes[0].users if node < user]
+        bits = functools.reduce(operator.or_, (reached.get(user, 0) for user in readers), places.get(node, 0))
+        reached[node] = 0 if _stops_gradients(node) else bits
+    return reached
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    is_region = op_name(node) == "wrap_with_set_grad_enabled"
+    return op_name(node).partition(".")[0] == "detach" or (is_region and node.args[0] is False)
 
 
 def _count_together(quick: fx.Graph) -> None:

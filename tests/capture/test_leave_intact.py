@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -574,3 +574,70 @@ def test_tied_parameters_stay_tied_in_isolation_and_models_share_them() -> None:
         model[1].weight.sum().backward()
         assert other[0].weight.grad is not None
     assert model[0].weight.grad is None
+
+
+class Tally:
+    """Counts at its class, as a registry of auxiliary losses does."""
+
+    steps = 0
+    losses: list[Any] = []  # noqa: RUF012
+
+
+tally_module = ModuleType("tally_module")  # a module of the user's
+vars(tally_module).update(steps=0, losses=[], Tally=Tally)
+SEEN: list[int] = []
+
+
+def _note(value: torch.Tensor) -> None:
+    _note_further(value)
+
+
+def _note_further(value: torch.Tensor) -> None:
+    SEEN.append(1)
+    Tally.losses.append(value)
+    Tally.latest = value  # type: ignore[attr-defined]  # which was not there before
+
+
+class Tallies(nn.Module):
+    """Keeps what it counts where no module of its own is."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(16, 16), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.where == "class":
+            Tally.steps += 1
+            Tally.losses.append(y.mean())
+        elif self.where == "module":
+            tally_module.steps += 1
+            tally_module.losses.append(y.mean())
+        elif self.where == "class in a module":
+            tally_module.Tally.steps += 1
+            tally_module.Tally.losses.append(y.mean())
+        else:
+            _note(y)
+        return y
+
+
+def _tallies() -> tuple[object, ...]:
+    return (
+        Tally.steps,
+        len(Tally.losses),
+        vars(Tally).get("latest"),
+        tally_module.steps,
+        len(tally_module.losses),
+        len(SEEN),
+    )
+
+
+@pytest.mark.parametrize("where", ["class", "module", "class in a module", "functions"])
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_classes_modules_and_functions_that_forward_reaches_are_what_they_were(way: str, where: str) -> None:
+    model, x, before = Tallies(where), torch.randn(4, 16), _tallies()
+    if way == "convert":
+        autocastfx.convert(model, x, dtype="bfloat16")
+    else:
+        autocastfx.enable(model, dtype="bfloat16", check=x)
+    assert _tallies() == before

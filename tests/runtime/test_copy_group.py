@@ -171,3 +171,59 @@ def test_a_step_may_write_the_copies_that_no_backward_waits_to_read() -> None:
     loss.backward()
     del loss
     assert amp_model._working_copies.writable(masters).keys() == masters.keys()
+
+
+class TwoHeads(nn.Module):
+    """Two losses, of which one or the other is used.
+
+    Args:
+        teacher: where its second result comes from: a head, one that gets no gradient, or a value that is written.
+    """
+
+    def __init__(self, second: str = "head") -> None:
+        super().__init__()
+        self.body, self.first, self.second, self.kind = *(nn.Linear(16, 16) for _ in range(3)), second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.body(x)
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                other = self.second(z)
+        elif self.kind == "detach":
+            other = self.second(z).detach()
+        elif self.kind == "written":
+            other = torch.zeros_like(z).add_(self.second(z)) + 0
+        else:
+            other = self.second(z)
+        return self.first(z).square().mean(), other.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["head", "no_grad", "detach", "written"])
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_hooks_of_parameters_that_a_loss_does_not_reach_are_not_called(way: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model, x, called = TwoHeads(kind), torch.randn(4, 16), list[str]()
+    if way == "convert":
+        run: Any = autocastfx.convert(model, x, dtype=LOW, weights="cached")
+    else:
+        run = autocastfx.enable(model, dtype=LOW, weights="cached")
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: (called.append(name), grad * 2)[1])
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    for _ in range(2):
+        called.clear()
+        run(x)[0].backward()
+        assert {name.partition(".")[0] for name in called} == {"body", "first"}
+    if kind in ("head", "written"):
+        called.clear()
+        run(x)[1].backward()
+        assert {name.partition(".")[0] for name in called} == {"body", "second"}
+
+
+def test_parameters_of_one_loss_are_read_together() -> None:
+    amp_model = autocastfx.convert(
+        nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), torch.ones(2, 16), weights="cached", dtype=LOW
+    )
+    amp_model(torch.ones(2, 16)).sum().backward()
+    copies: Any = amp_model._working_copies
+    assert sorted(len(group.copies) for group in copies.groups.values()) == [8, 16]

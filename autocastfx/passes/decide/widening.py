@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import quiet_logs
+from autocastfx.capture.progress import quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.names import base_name, op_name
