@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from types import FunctionType
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import ClippedValuesWarning
 from autocastfx.graph.names import op_name
-from autocastfx.runtime.operators.casts import is_concrete, saturating_cast
+from autocastfx.graph.node import is_cast, origin
+from autocastfx.runtime.operators.casts import is_concrete, saturating_cast, through
 from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
 from autocastfx.training.loss_scale import HostCopy, is_capturing
@@ -100,11 +101,26 @@ def lift(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
 
 def quickened(graph: fx.Graph) -> fx.Graph:
     """Let a graph, which is for running alone, call functions that take the host less time; returns it."""
+    _return_on_the_way(graph)
     call_quick(graph)
     count_clipped(graph)
     _read_together(graph)
     _count_together(graph)
     return graph
+
+
+def _return_on_the_way(graph: fx.Graph) -> None:
+    """Let gradients of 16-bit values that are returned in float32 come through what is returned."""
+    for wide in graph.output_node().all_input_nodes:
+        mark = origin(wide)
+        if mark is None or not is_cast(wide) or mark.rule != "reader" or wide.target is not torch.ops.aten.to.dtype:
+            continue
+        low = wide.all_input_nodes[0]
+        if low.op not in ("placeholder", "get_attr") and len(low.users) > 1:
+            with graph.inserting_after(wide):
+                passed = graph.call_function(through, (low, wide))
+            passed.meta.update(low.meta)
+            low.replace_all_uses_with(passed, partial(operator.lt, passed))
 
 
 def call_quick(graph: fx.Graph, *, torchs_alone: bool = False) -> None:
@@ -188,7 +204,7 @@ def _outputs_reached(graph: fx.Graph) -> dict[fx.Node, int]:
         readers = list(node.users)
         if op_name(node).partition(".")[0].endswith("_"):  # it writes into what it reads, for later readers
             readers += [user for user in node.all_input_nodes[0].users if node < user]
-        bits = functools.reduce(operator.or_, (reached.get(user, 0) for user in readers), places.get(node, 0))
+        bits = reduce(operator.or_, (reached.get(user, 0) for user in readers), places.get(node, 0))
         reached[node] = 0 if _stops_gradients(node) else bits
     return reached
 

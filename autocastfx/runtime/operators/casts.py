@@ -95,3 +95,29 @@ _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")
 _LIBRARY.impl("saturating_cast", _without_autograd, "CompositeExplicitAutograd")
 
 saturating_cast = torch.ops.autocastfx.saturating_cast.default
+
+
+# A 16-bit value that a graph returns in float32, and reads itself: gradients of what is computed with it go through
+# what is returned, as without casts, so that a hook or ``retain_grad`` of the caller's sees them.
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, low: Tensor) -> Tensor:
+        ctx.dtype, ctx.low = wide.dtype, low.dtype
+        return writable(low.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].to(ctx.low)
+
+
+def through(low: Tensor, wide: Tensor) -> Tensor:
+    """Return ``low``, whose gradient goes to ``wide``, its cast; nothing is copied."""
+    if not wide.requires_grad or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return low
+    return _Through.apply(wide, low)
