@@ -12,15 +12,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from torch import fx
-
-from autocastfx.errors import ArgumentError, BannedOpError, KeyPath, Source, TextPlace, UnknownNameError
+from autocastfx.errors import ArgumentError, KeyPath, Source, TextPlace, UnknownNameError
 from autocastfx.files import Conversions, parsed_json, plain_data, typed_data
-from autocastfx.graph.names import op_name
-from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.float8 import Layout, Product
-from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Rule, Runs
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
@@ -628,27 +623,3 @@ def because_of(entry: PlannedNode | None) -> str:
     if because.why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE):
         return f"its category is {entry.decision}"
     return f"{because.clause}; its category is {entry.decision}"
-
-
-# The decision that an op list alone gives a node, and the error of an op that it bans.
-
-
-def decision_by_list(op_list: OpList, rule: Rule[Runs] | None) -> Decision:
-    """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
-    if rule is None:
-        return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
-    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE, rule)
-
-
-def refuse_banned(node: fx.Node, decision: Decision) -> None:
-    """Refuse a node that the list bans.
-
-    Raises:
-        BannedOpError: it does.
-    """
-    if decision.category is Category.BAN:
-        raise BannedOpError(
-            f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
-            f"{decision.source} bans: {decision.reason or 'no reason given'}. Replace the op in the model, or list it "
-            "in another category."
-        )

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.passes.analysis.units import PARAMETERS
-from autocastfx.passes.decide.checks import Case, Classifier
-from autocastfx.plan.plan import decision_by_list
+from autocastfx.passes.decide.checks import Case, Classifier, decision_by_list
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.yaml_tree import is_known

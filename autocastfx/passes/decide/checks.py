@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.errors import BannedOpError
 from autocastfx.graph.magnitude import takes_mask
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import (
@@ -27,6 +28,7 @@ from autocastfx.graph.node import (
     has_float32,
     is_float32,
     largest_size,
+    module_path,
     settled_size,
     tensors,
     uses,
@@ -39,7 +41,7 @@ from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_
 from autocastfx.passes.decide.demands import Demands, cancellations, offsets
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan import plan
-from autocastfx.plan.plan import EPSILON, NO_SOURCE, Decision, Forced, forced_by_numbers
+from autocastfx.plan.plan import EPSILON, NO_SOURCE, UNLISTED, Decision, Forced, forced_by_numbers
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
@@ -218,7 +220,7 @@ class Case:
         """The decision of the op ``other``, if the list has a rule for it."""
         if (rule := self.known.op_list.rule(other, self.known.device)) is None:
             return None
-        decision = plan.decision_by_list(self.known.op_list, rule)
+        decision = decision_by_list(self.known.op_list, rule)
         return replace(decision, reason=f"{because}; {rule.reason}" if rule.reason else because)
 
     def has_whole_operand(self) -> str | None:
@@ -320,7 +322,7 @@ CONSTANT = forced_by_numbers("forced:constant", "the number stands in the model'
 
 CHECKS = (
     Check(Case.is_border, plan.SUB_GRAPH, Category.KEEP, binds=True),
-    Check(lambda case: plan.refuse_banned(case.node, case.listed)),
+    Check(lambda case: refuse_banned(case.node, case.listed)),
     Check(Case.refuses_casts, TENSOR_CLASS, binds=True),
     # torch.autocast knows no further reasons, and casts 16-bit values too.
     Check(when=lambda case: case.known.op_list.placement == "follow"),
@@ -393,7 +395,7 @@ class Classifier:
                 wide.add(node)
             if node.op in ("call_function", "call_method", "call_module"):
                 rule = matcher(node)
-                cases.append(Case(self, node, rule, plan.decision_by_list(self.op_list, rule), wide, hidden, fitting))
+                cases.append(Case(self, node, rule, decision_by_list(self.op_list, rule), wide, hidden, fitting))
                 decision = decisions[node] = _decide(cases[-1])
                 passes_on = decision.category.is_free or decision.category is Category.KEEP
                 reads = {u.node for u in uses(node)} & wide if passes_on else set[fx.Node]()
@@ -468,3 +470,27 @@ class Classify(Pass):
             demands = Demands(settings.ports, state.parameters, cancelling, far)
             classification = replace(classification, decisions=demands(state.graph, classification.decisions))
         return replace(state, classification=classification)
+
+
+# The decision that an op list alone gives a node, and the error of an op that it bans.
+
+
+def decision_by_list(op_list: OpList, rule: Rule[Runs] | None) -> Decision:
+    """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
+    if rule is None:
+        return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
+    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE, rule)
+
+
+def refuse_banned(node: fx.Node, decision: Decision) -> None:
+    """Refuse a node that the list bans.
+
+    Raises:
+        BannedOpError: it does.
+    """
+    if decision.category is Category.BAN:
+        raise BannedOpError(
+            f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
+            f"{decision.source} bans: {decision.reason or 'no reason given'}. Replace the op in the model, or list it "
+            "in another category."
+        )

@@ -18,7 +18,7 @@ from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
-from autocastfx.passes.decide.checks import CASTS, DTYPE
+from autocastfx.passes.decide.checks import CASTS, DTYPE, decision_by_list, refuse_banned
 from autocastfx.plan import plan
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import KernelFacts
@@ -73,8 +73,8 @@ class Widener:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", plan.SUB_GRAPH)
         rule = self.matcher(node)
-        listed = plan.decision_by_list(self.matcher.op_list, rule)
-        plan.refuse_banned(node, listed)
+        listed = decision_by_list(self.matcher.op_list, rule)
+        refuse_banned(node, listed)
         if not any(self.low in dtypes(one) for one in (node, *node.all_input_nodes)):
             return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", plan.NOT_FLOAT32)
         is_cast = op_name(node) in CASTS
@@ -83,13 +83,13 @@ class Widener:
             return Decision(Category.KEEP, "the model's own cast", plan.USER_CAST)
         if rule is not None and not of_module and rule.shipped and (other := self.facts.stands_for(node)) is not None:
             square = self.matcher.op_list.rule(other, self.matcher.device)
-            listed = listed if square is None else plan.decision_by_list(self.matcher.op_list, square)
+            listed = listed if square is None else decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
             return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", DTYPE)
         if not listed.category.is_float32:
             return listed
         if rule is not None and of_module and not is_cast and self._is_exact(node, rule):
-            return plan.decision_by_list(self.matcher.op_list, self.matcher.own(node))
+            return decision_by_list(self.matcher.op_list, self.matcher.own(node))
         if node in fixed or (is_cast and any(read in fixed for read in node.all_input_nodes)):
             return Decision(Category.KEEP, "shares memory that is written into", STAYS_LOW)
         return listed
