@@ -137,6 +137,10 @@ class SkippedStepWarning(UserWarning):
     """An optimizer skipped a step because a node of a watched model overflowed."""
 
 
+class UnscaledStepWarning(UserWarning):
+    """An optimizer steps by gradients of a float16 model whose loss nothing has scaled."""
+
+
 class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model, or has no effect."""
 

@@ -212,7 +212,10 @@ FORMS: dict[str, tuple[Act, str]] = {
         lambda: autocastfx.check(Net(), [PAIR], two, inputs=lambda batch: batch[0]),
         r"loss_fn\(output, batch\) raised AttributeError: .* the whole batch, here a tuple of 2: ",
     ),
-    "compare: a batch": (lambda: autocastfx.compare(None, convert(), PAIR), r"(.|\n)*go one by one: .*\*batch\)\."),
+    "compare: a batch": (
+        lambda: autocastfx.compare(None, convert(), PAIR),
+        r"(.|\n)*[^.]\. The inputs .* go one by one: .*\*batch\)\.",
+    ),
     "compare: targets": (lambda: autocastfx.compare(None, convert(), X, None, None, X), ".* alone, and no targets"),
     "compare: a loss of targets": (
         lambda: autocastfx.compare(None, convert(), X, gradients=True, loss=two),  # type: ignore

@@ -63,6 +63,7 @@ from autocastfx.report.conversion_warnings import (
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.captures import captured_graph, paths_of
 from autocastfx.runtime.working_copies import WorkingCopies
+from autocastfx.training.unscaled_step import watch_first_step
 
 # Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
 
@@ -341,6 +342,10 @@ class CompileBackend:
         _warn_of_fused_layers(shown)
         self._warn_of_regions(shown)
         self._add(shown)
+        if self.low == torch.float16 and torch.is_grad_enabled() and not self._converter.as_captured:
+            for model in self._models:
+                if model.training:
+                    watch_first_step(model)
         if self.inner != "eager":
             run.compiled = self._inner(shown.module, inputs)
         return self._outside_autocast(run, device.type)

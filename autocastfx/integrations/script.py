@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -271,16 +270,10 @@ class ScriptRun:
 
         return noted
 
-    def _count_step(self, optimizer: Any, *_: object) -> None:
+    def _count_step(self, *_: object) -> None:
         self._steps += 1
         if self.low == torch.float16 and self._enabled and not any(scaler.is_enabled() for scaler in self._scalers):
             self._unscaled += 1
-            if self._unscaled == 1:
-                warnings.warn(
-                    f"{type(optimizer).__name__} steps by gradients of an unscaled float16 loss, of which small ones "
-                    "are 0: run the script in bfloat16, or give it a torch.amp.GradScaler.",
-                    stacklevel=3,
-                )
 
 
 class _FirstCall:

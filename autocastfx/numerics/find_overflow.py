@@ -140,8 +140,12 @@ class Overflow:
 
     @property
     def op_list(self) -> OpList | None:
-        """``fix`` as ``convert`` takes it, ``op_list=["default", found.op_list]``; None without a fix."""
-        return OpList.of(yaml.safe_load(self.fix), name=f"the fix of {self.name}") if self.fix else None
+        """``fix`` as ``convert`` takes it, ``op_list=["default", found.op_list]``, with a reason; or None."""
+        if not self.fix:
+            return None
+        reason = f"find_overflow: {self.headline.removesuffix('.')}"
+        lists = OpList.of(yaml.safe_load(self.fix), name=f"the fix of {self.name}")
+        return replace(lists, lines={key: replace(rule, reason=reason) for key, rule in lists.lines.items()})
 
     @property
     def headline(self) -> str:

@@ -303,7 +303,7 @@ def run_side_by_side(
         if not is_batch and not isinstance(error, TypeError):
             raise
         hint = "The inputs of one call go one by one: compare(None, amp_model, *batch)." if is_batch else INPUTS_ALONE
-        raise type(error)(f"{error}. {hint}") from None
+        raise type(error)(f"{str(error).removesuffix('.')}. {hint}") from None
     ours: dict[str, torch.Tensor] = {**outside, **amp_model._held()}
     low = flatten(
         variant.keeping if gradients else variant.graph,

@@ -26,6 +26,7 @@ from autocastfx.runtime.quick_graph import lift, quickened
 from autocastfx.runtime.regions import fuse_regions, regions_in
 from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.working_copies import ATTRIBUTE, WorkingCopies
+from autocastfx.training.unscaled_step import watch_first_step
 
 
 class Variant(nn.Module):
@@ -149,8 +150,22 @@ class Variant(nn.Module):
             return function(owner, copies, *inputs, *held)
 
         self.function = run if held else function
+        if any(self.modes) and self.plan.low == "float16" and any(one.dtype == "float16" for one in self.plan.casts):
+            self.function = self._until_trained(self.function)
         self._traced: Callable[..., tuple[Any, ...]] | None = None
         self.has_copies = any(node.target == ATTRIBUTE for node in self.graph.find_nodes(op="get_attr"))
+
+    def _until_trained(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` as it runs up to the first call with gradients, after which an optimizer may step."""
+
+        def run(owner: nn.Module, copies: WorkingCopies | None, *inputs: Any) -> tuple[Any, ...]:
+            outputs = function(owner, copies, *inputs)
+            if any(isinstance(one, torch.Tensor) and one.requires_grad for one in outputs):
+                self.function = function
+                watch_first_step(owner)
+            return outputs
+
+        return run
 
     def traced(self, owner: nn.Module) -> Callable[..., tuple[Any, ...]]:
         """Return a function of Dynamo's inputs for a compiler to look into."""
