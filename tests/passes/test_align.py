@@ -189,7 +189,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 class Feed(nn.Module):
-    """Products of a module that a list lets run in TF32, and of one that it does not."""
+    """Products of a module that a list lets run in TF32, and of one that it keeps in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,8 @@ class Feed(nn.Module):
         return torch.addmm(self.mixing[0], self.wo(self.wi(x).relu()), self.mixing)
 
 
-TF32 = autocastfx.OpList.of({"modules": [{"path": "wo", "category": "tf32"}]}, name="tf32")
+IN_TF32 = [{"path": "wo", "category": "tf32"}, {"path": "wi", "category": "float32"}]
+TF32 = autocastfx.OpList.of({"modules": IN_TF32}, name="tf32")
 
 
 def test_a_list_lets_products_run_in_tf32() -> None:
