@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from autocastfx.graph.sizes import concrete_sizes
+from autocastfx.graph.sizes import any_size, concrete_sizes
 
 
 def test_a_value_that_lives_no_longer_is_not_taken_for_a_later_one() -> None:
@@ -38,3 +40,11 @@ def test_a_value_keeps_all_but_its_symbols_even_inside_another_mode() -> None:
     assert (number, nothing) == (3, None)
     with found.fake_mode:
         assert (plain + 1).shape == (4,)
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_a_slice_with_a_step_that_torch_refuses_is_refused(step: int) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(6), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
+    with mode, any_size(), pytest.raises(RuntimeError, match="step must be positive"):
+        torch.ops.aten.slice.Tensor(x, 0, 0, 4, step)

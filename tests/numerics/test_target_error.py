@@ -95,3 +95,10 @@ def test_small_gradients_keep_their_digits_in_float16() -> None:
     amp_model = autocastfx.convert(plain, X, dtype="float16")
     tiny = TargetDistance(plain, [X], lambda out, batch: out.sum() * 1e-9, "gradient", None)
     assert tiny(amp_model, torch.float16) < 4 * torch.finfo(torch.float16).eps
+
+
+def test_what_is_frozen_has_no_gradient_to_err_in() -> None:
+    plain = nn.Sequential(nn.Linear(16, 16).requires_grad_(requires_grad=False), nn.Linear(16, 2))
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    amp_model = autocastfx.convert(plain, x, dtype="bfloat16", check=False)
+    assert 0 < TargetDistance(plain, [x], loss, "gradient", None)(amp_model, torch.bfloat16) < 0.1

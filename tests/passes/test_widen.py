@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -544,3 +546,18 @@ def test_it_pickles_and_copies() -> None:
             assert again.plan == one.plan
             again.to("meta")
     assert torch.equal(copy.deepcopy(amp_model)(X.bfloat16()), amp_model(X.bfloat16()))
+
+
+def test_a_category_that_a_plan_gives_decides_what_it_moves(tmp_path: Path) -> None:
+    """The line asks for no precision of its own."""
+
+    def function(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).tanh() @ w
+
+    usual = converted(function).plan
+    assert not raised(converted(function))
+    tmp_path.joinpath("plan.json").write_text(
+        json.dumps({"nodes": [{"name": "tanh", "op": usual["tanh"].op, "decision": {"category": "deny"}}]}),
+        encoding="utf-8",
+    )
+    assert raised(converted(function, plan=tmp_path / "plan.json")) == {"tanh"}

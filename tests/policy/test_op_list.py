@@ -535,3 +535,9 @@ def test_a_difference_tells_of_ranks() -> None:
     inner = {"path": "a.*", "category": "low"}
     one, other = (OpList.of({"modules": [{"path": "a.**", "category": "float32", "rank": n}, inner]}) for n in (0, 2))
     assert [str(change) for change in one.diff(other)] == ["modules a.**: float32 → float32 at rank 1"]
+
+
+@pytest.mark.parametrize("given", [3, None, 0.5], ids=str)
+def test_what_is_no_list_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match="op_list is a name, a path, an OpList or several of them, not "):
+        load_op_list(given)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autocastfx.errors import ArgumentError
-from autocastfx.policy.saved import rules_of
+from autocastfx.policy.saved import Keep, rules_of
 
 
 def test_a_word_is_a_rule_for_all_and_entries_are_themselves() -> None:
@@ -22,3 +22,7 @@ def test_a_word_is_a_rule_for_all_and_entries_are_themselves() -> None:
 def test_what_is_neither_is_refused(given: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"saved is 'as computed', .* not {re.escape(repr(given))}"):
         rules_of(given)
+
+
+def test_forms_in_words() -> None:
+    assert [form.in_words for form in Keep] == ["as computed", "in bfloat16", "in float8", "recomputed"]

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import AmpModule, Plan
@@ -588,6 +589,8 @@ def test_transforms_tracers_and_abstract_tensors_get_casts(is_warm: bool) -> Non
     assert torch.equal(*grads)
     traced = make_fx(amp_model)(x)
     with FakeTensorMode(allow_non_fake_inputs=True):
+        assert amp_model(x).shape == (2, 1)
+    with FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True):
         assert amp_model(x).shape == (2, 1)
     assert torch.equal(traced(x), amp_model(x))
     assert all(type(held.tensor) is Tensor for held in amp_model._autocastfx_copies.held.values())

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.training import gradients
-from autocastfx.training.loss_scale import DynamicLossScale, HostCopy, moved
+from autocastfx.training.loss_scale import DynamicLossScale, HostCopy, Seen, moved
 from autocastfx.training.loss_scaler import LossScaler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -73,3 +73,18 @@ def test_the_event_is_recorded_where_the_copy_runs(monkeypatch: pytest.MonkeyPat
         copy._pinned = torch.empty(())
         copy.start(torch.ones((), device=torch.device("cuda", 1)))
     assert recorded == ["stream of cuda:1"]
+
+
+def test_what_has_arrived_is_the_number_and_how_many_were_asked_for_before() -> None:
+    class Event:
+        is_complete = False
+
+        def query(self) -> bool:
+            return self.is_complete
+
+    copy, event = HostCopy(), Event()
+    copy._pinned, copy.event = torch.tensor(3.0), event  # type: ignore[assignment]
+    assert copy.arrived() is None
+    event.is_complete = True
+    assert copy.arrived() == Seen(3.0, 2)
+    assert copy.arrived() is None, "it is told once"

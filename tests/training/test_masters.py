@@ -176,6 +176,10 @@ def test_zero_grad_drops_the_gradients_of_both() -> None:
     optimizer.backward(model(ones()))
     optimizer.zero_grad()
     assert all(p.grad is None for p in (*model.parameters(), *optimizer.param_groups[0]["params"]))
+    optimizer.backward(model(ones()))
+    optimizer.accumulate()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is None for p in (*optimizer.masters.working, *optimizer.masters.masters))
 
 
 Pair = tuple[Mixed, LossScalingOptimizer]

@@ -1067,3 +1067,12 @@ def test_a_compiled_step_scales_and_skips_as_it_is(fused: bool) -> None:
     for plain, compiled in zip(found[:3], found[3:], strict=True):
         assert plain[:2] == compiled[:2]
         assert torch.equal(plain[2], compiled[2])
+
+
+def test_without_a_loss_scale_another_default_device_changes_nothing() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1), NoLossScale())
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    with torch.device("meta"):
+        optimizer.step()
+    assert not optimizer.last_step.skipped

@@ -19,10 +19,12 @@ from autocastfx.graph.walk import key_of
 from autocastfx.passes.analysis.node_errors import NodeEffectMap, equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
-from autocastfx.plan.plan import Cause, Placement, Precision, Recomposed, Why
+from autocastfx.plan.plan import UNLISTED, Cause, Decision, Placement, Precision, Recomposed, Why
 from autocastfx.plan.sensitivity import OUTPUT, Effect, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.rule import Category
 from benchmarks.tune_models import MODELS
+from tests.decided import traced
 from tests.helpers import examples
 from tests.passes.random_graphs import KINDS, build, near, outputs
 
@@ -204,3 +206,11 @@ def test_a_float32_product_costs_its_operations() -> None:
     (term,) = product_terms(units, PORTS.facts.reduces, 0.5)
     rows, depth = product.meta["val"].numel(), product.args[0].meta["val"].shape[-1]
     assert (term.cost, term.lows, term.float32s) == (rows * depth, (), (units.of[product],))
+
+
+def test_what_adds_up_elements_takes_no_longer_in_float32() -> None:
+    graph = traced(lambda x: x.sum(-1), torch.ones(4, 4))
+    (reduction,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    units = units_of(graph, {reduction: Decision(Category.INFER, "", UNLISTED)}, PORTS)
+    assert PORTS.facts.reduces["sum"] == "elements"
+    assert list(product_terms(units, PORTS.facts.reduces, 0.5)) == []

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.magnitude import Magnitude, magnitude
 from autocastfx.passes.analysis.value_ranges import Limit
+from autocastfx.plan.plan import Precision
 from tests.decided import decided
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -88,6 +90,21 @@ def test_magnitude(values: list[float], largest: float, rms: float, others: int)
     assert found.magnitude().largest == pytest.approx(largest, rel=FLOAT32.eps)
     assert found.magnitude().rms == pytest.approx(rms, rel=4 * FLOAT32.eps)
     assert int(found.non_finite) == others
+
+
+def test_a_write_concerns_what_shares_its_storage_alone() -> None:
+    """The parameter is beyond float16; the product, whose result is written into, is not."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.large = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 1e6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.linear(x).relu_()) + self.large.log()
+
+    plan = decided(Writes(), torch.ones(4, 16), dtype="float16").plan
+    assert [plan[name].placement.run for name in ("linear", "linear_1")] == [Precision.LOW] * 2
 
 
 def test_magnitude_of_all_that_is_float32() -> None:
