@@ -252,10 +252,9 @@ class CompiledCall:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(skipped.INSIDE.entered(self))
+                stack.enter_context(skipped.INSIDE.entered(call=self, seen=self._seen))
                 stack.enter_context(quiet_logs())
                 stack.enter_context(MENDED)
-                stack.enter_context(skipped.noted(self._seen))
                 for around in self._around:
                     stack.enter_context(around())
                 if not _is_in_backward():
@@ -271,7 +270,8 @@ class CompiledCall:
         if (failures := [*self._seen.failures]) or self._seen.breaks:
             breaks = [*self._seen.breaks]
             self._is_broken |= bool(breaks)
-            self._see_to([*skipped.skipped_in(failures, self.model), *left_by(breaks, self.model)])
+            told = (skipped.skipped_in(one, self.model) for one in failures)
+            self._see_to([*told, *left_by(breaks, self.model)])
             del self._seen.failures[: len(failures)], self._seen.breaks[: len(breaks)]
         self._skips = skipped.skips_before_others(skips)
         if self._left:
@@ -309,7 +309,7 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with skipped.INSIDE.entered(self):
+        with skipped.INSIDE.entered(call=self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _takes_autocast(self) -> bool:

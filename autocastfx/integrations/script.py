@@ -137,12 +137,6 @@ class RunReport:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def ran_model(model: nn.Module, backend: CompileBackend, where: str) -> RanModel:
-    """Tell what became of a model that ``backend`` compiled."""
-    graphs = tuple(map(RanGraph.of, backend.graphs))
-    return RanModel(type(model).__name__, where, graphs, tuple(map(str, backend.skipped)))
-
-
 # Enable each model that a script calls, at its first call, while the script knows nothing of it.
 
 _OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent  # as frames name them: links are not resolved
@@ -196,7 +190,7 @@ class ScriptRun:
             if not self.takes(amp_model):
                 return call(amp_model, *args, **kwargs)
             self._left[_name(amp_model), _caller(), "the script converts it"] += 1
-            with INSIDE.entered(self):
+            with INSIDE.entered(call=self):
                 return call(amp_model, *args, **kwargs)
 
         return told
@@ -204,7 +198,10 @@ class ScriptRun:
     def report(self) -> RunReport:
         """Tell what became of the models so far."""
         skips = sum(scaler.skipped_steps for scaler in self._scalers)
-        models: list[RanModel] = [ran_model(*one) for one in self._enabled]
+        models = [
+            RanModel(type(m).__name__, where, tuple(map(RanGraph.of, b.graphs)), tuple(map(str, b.skipped)))
+            for m, b, where in self._enabled
+        ]
         left = [LeftAlone(*key, calls) for key, calls in self._left.items()]
         return RunReport(str(self.low).removeprefix("torch."), models, left, self._steps, self._unscaled, skips)
 
@@ -236,7 +233,7 @@ class ScriptRun:
                 return module(*args, **kwargs)
         elif reason:
             self._left[name, _caller(), reason] += 1
-        with INSIDE.entered(self):
+        with INSIDE.entered(call=self):
             return module._call_impl(*args, **kwargs)
 
     def _why_not(self, module: nn.Module) -> str | None:
