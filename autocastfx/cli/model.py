@@ -41,11 +41,8 @@ def is_factory_call(spec: str) -> bool:
 def called(spec: str, form: str) -> Any:
     """Import the module of ``package.module:name`` and call what it holds, each with seed 0.
 
-    A model that stands there ready is not called.
-
-    Args:
-        spec: the text, with or without arguments in brackets. They are literals: nothing in them is evaluated as code.
-        form: what it should be, for the error.
+    A model that stands there ready is not called. Arguments in brackets are literals: nothing in them is evaluated as
+    code. ``form`` is what the text should be, for the error.
 
     Raises:
         ModelSpecError: it is no such text, an argument is no literal, there is no such module or name, or it cannot be
@@ -146,11 +143,7 @@ def load_model(spec: str) -> nn.Module:
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """Call the factory of ``package.module:factory`` for a function.
-
-    Args:
-        spec: as for a model.
-        what: the function's kind in messages, such as ``"a metric"``.
+    """Call the factory of ``package.module:factory`` for a function, which messages call ``what``: ``"a metric"``.
 
     Raises:
         ModelSpecError: there is no such module or factory, or its result cannot be called.
@@ -252,11 +245,7 @@ def is_model_file(spec: str) -> bool:
 
 
 def load_pickled(spec: str, *, trust: bool) -> nn.Module:
-    """Load a whole model from a file.
-
-    Args:
-        spec: path of the file.
-        trust: True if the user accepts that reading the file can run any code.
+    """Load a whole model from the file ``spec``, if the user accepts that reading it can run any code (``trust``).
 
     Raises:
         ModelSpecError: ``trust`` is false, the file does not exist, or holds no ``nn.Module``.
@@ -286,12 +275,7 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
 
 
 def load_weights(model: nn.Module, spec: str, path: Path) -> None:
-    """Load a complete state_dict into ``model``, without running code from the file.
-
-    Args:
-        model: the model to load into.
-        spec: the model's name in messages.
-        path: the file.
+    """Load a complete state_dict into ``model``, which messages call ``spec``, without running code from the file.
 
     Raises:
         ModelSpecError: the file cannot be read, holds anything but tensors by name, or does not fit the model.
@@ -383,11 +367,7 @@ def given_options(options: Namespace) -> list[str]:
 
 
 def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, Any]:
-    """Return keyword arguments for ``convert``; those that were not given are left out.
-
-    Args:
-        options: parsed arguments; a command may lack these.
-        device: where the model is.
+    """Return keyword arguments for ``convert``, for a model on ``device``; those that were not given are left out.
 
     Raises:
         ModelSpecError: one cannot be used.

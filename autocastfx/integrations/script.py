@@ -150,12 +150,7 @@ class ScriptRun:
     """
 
     def __init__(self, low: torch.dtype, make: Callable[[], CompileBackend]) -> None:
-        """Prepare to convert.
-
-        Args:
-            low: the 16-bit dtype.
-            make: makes what converts one model.
-        """
+        """Prepare to convert to the 16-bit dtype ``low``, each model by what ``make`` makes."""
         self.low, self.make = low, make
         self._enabled: list[tuple[nn.Module, CompileBackend, str]] = []
         self._left: Counter[tuple[str, str, str]] = Counter()

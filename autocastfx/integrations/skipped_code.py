@@ -358,11 +358,7 @@ _BACKWARD_HOOKS = "Module-level backwards hooks"
 def _in_which_hook(reason: str, file: str | None, line: int | None, model: nn.Module) -> str:
     """Say which hook, of which module, makes Dynamo skip code; else in which line it is. Empty for other reasons.
 
-    Args:
-        reason: Dynamo's own.
-        file: of the innermost line that Dynamo has looked at.
-        line: that line.
-        model: the model that was called.
+    The reason is Dynamo's own; file and line are of the innermost line that it has looked at.
     """
     named = list(model.named_modules())
     if _BACKWARD_HOOKS in reason:

@@ -252,11 +252,8 @@ class _Search:
         self.known.note_vanished(replace(step, value=value))
 
     def proposal(self, first: Overflow, stopped: str = "") -> Overflow:
-        """The ``first`` fault, with one op list for all.
-
-        Args:
-            first: of precision.
-            stopped: the error at which the run ended; empty if it reached the output.
+        """The ``first`` fault of precision, with one op list for all, and the error at which the run ``stopped``, if it
+        did.
         """
         helped = [fault for fault in self.faults if op_list_for(fault.guilty)]
         fix = op_list_for(list({entry.name: entry for fault in helped for entry in fault.guilty}.values()))

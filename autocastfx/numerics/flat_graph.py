@@ -45,11 +45,9 @@ class FlatGraph:
 
 
 def flatten(graph: fx.Graph, read: _Read) -> FlatGraph:
-    """Inline the ``no_grad`` and ``torch.autocast`` regions of ``graph``.
+    """Inline the ``no_grad`` and ``torch.autocast`` regions of ``graph``, captured or converted, in a copy.
 
-    Args:
-        graph: captured or converted; not changed.
-        read: returns the value of a ``get_attr`` node, by target.
+    ``read`` returns the value of a ``get_attr`` node, by target.
     """
     flat = FlatGraph()
     flat.graph.output(_Writer(flat, read, "", ()).write(graph))

@@ -210,15 +210,10 @@ _OPERANDS = {  # of each product: the left and the right one, and where the oper
 def product_of(
     node: PlannedNode, product: Product, error: float, sizes: Sequence[int], made: fx.Node | None, gpu: Gpu
 ) -> FloatProduct:
-    """Return a product of a node, with what it gains by the roofline of a GPU.
+    """Return a product of a node that is planned in float8, with what it gains by the roofline of a GPU.
 
-    Args:
-        node: planned in float8.
-        product: one of its products.
-        error: the relative error in float8.
-        sizes: M, N and K, ``[M, K] @ [K, N]`` being the output's product.
-        made: the node of the converted graph, whose arguments say which values are shared; None: none are.
-        gpu: its rates.
+    The ``error`` is relative, and ``sizes`` are M, N and K, ``[M, K] @ [K, N]`` being the output's product. The
+    arguments of ``made``, the node of the converted graph, say which values are shared; None: none are.
     """
     m, n, k = sizes
     elements = {"input": m * k, "weight": n * k, "gradient": m * n}
@@ -251,13 +246,9 @@ def product_rules(
 ) -> OpList:
     """Return an entry for each module and op whose products could run in float8.
 
-    Args:
-        nodes: of a plan in which all products that can run in float8 do.
-        chosen: the keys of those that shall.
-        products: those that were measured.
-        recipe: of them, by name.
-        error: of which the reasons tell the products' parts, in words.
-        gpu: whose rates decided; the reasons tell where quantising alone takes longer than a product gains.
+    In the plan of ``nodes`` all products that can run in float8 do; those with the keys ``chosen`` shall. Reasons tell
+    the products' parts of ``error``, which is in words, and, if the rates of a GPU decided, where quantising alone
+    takes longer than a product gains.
     """
     parts: dict[object, list[FloatProduct]] = {}
     for one in products:

@@ -90,16 +90,13 @@ class Segment:
 
 
 def segments_of(graph: fx.Graph, shared: Mapping[fx.Node, Any], kept: float, passed: float) -> tuple[Segment, ...]:
-    """Divide ``graph`` so that running it needs the least memory, or little more with fewer segments.
+    """Divide a flat ``graph`` so that running it needs the least memory, or little more with fewer segments.
 
-    A storage that is written into is not divided. Of several segments, the last is the output alone, where it reads
-    single tensors.
+    A storage that is written into is not divided: ``shared`` has the values that share one. Of several segments, the
+    last is the output alone, where it reads single tensors.
 
-    Args:
-        graph: flat.
-        shared: its values that share a storage that is written into.
-        kept: the number of float32 tensors kept for each value that a segment gives, until the segment is done.
-        passed: the number of further ones, for a value that passes from earlier segments to the one that runs.
+    ``kept`` float32 tensors are kept for each value that a segment gives, until the segment is done, and ``passed``
+    further ones for a value that passes from earlier segments to the one that runs.
     """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     if any(isinstance(node.target, HigherOrderOperator) for node in nodes):
@@ -298,12 +295,9 @@ class SegmentRun:
     def run(
         self, segment: Segment, outside: Mapping[fx.Node, Any], parameters: Mapping[str, tuple[int, torch.Tensor]]
     ) -> None:
-        """Run the nodes.
+        """Run the nodes of a segment on the values ``outside`` that it reads.
 
-        Args:
-            segment: what to run.
-            outside: the values that it reads.
-            parameters: the attributes that gradients are wanted of, by target, with a number each.
+        ``parameters`` are the attributes that gradients are wanted of, by target, with a number each.
         """
         self._gives = segment.gives
         with derivable():
@@ -424,10 +418,9 @@ class SegmentRun:
     ) -> None:
         """Run backwards to the leaves, by a way that can be differentiated again.
 
-        Args:
-            gradients: by values of the segment, of what later segments do with them.
-            carried: the inputs that depend on parameters; no gradients go to others.
-            loss: computed from the output, if its node is in the segment.
+        ``gradients`` are by values of the segment, of what later segments do with them; ``loss`` is computed from the
+        output, if its node is in the segment. No gradients go to inputs but those ``carried``, which depend on
+        parameters.
 
         Raises:
             NotDifferentiableError: an op's gradient is computed in a way that has no derivative.
@@ -473,12 +466,8 @@ class SegmentRun:
     ) -> dict[fx.Node, torch.Tensor]:
         """Run backwards from the projection, and return its derivatives by the values that the segment reads.
 
-        Args:
-            roots: values that the segment gives, and the derivatives of the projection by them.
-            of_inputs: tangents of the values that it reads.
-            of_parameters: the direction.
-            taken: gets all derivatives.
-            again: another pass will follow.
+        ``roots`` are values that the segment gives, with the derivatives of the projection by them; ``of_inputs`` are
+        the tangents of those that it reads, and ``of_parameters`` is the direction. ``taken`` gets all derivatives.
         """
         self._taken, self._is_first = taken, False
         pairs = [(value, by.to(value.dtype)) for value, by in roots if value.requires_grad]

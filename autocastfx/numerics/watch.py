@@ -324,11 +324,8 @@ class NodeCounts:
     """Counts the values of nodes, by step."""
 
     def __init__(self, amp_model: AmpModule, nodes: Sequence[str] | None) -> None:
-        """Count nothing yet.
-
-        Args:
-            amp_model: whose nodes will be seen.
-            nodes: names of nodes or ops. None: nodes that run in 16 bits, without views, and casts to 16 bits.
+        """Count nothing yet, of ``nodes`` by the names of nodes or ops. None: nodes that run in 16 bits, without views,
+        and casts to 16 bits.
         """
         self._model = amp_model
         self._nodes = None if nodes is None else frozenset(nodes)
@@ -337,14 +334,7 @@ class NodeCounts:
         self._tallies: dict[_Key, _Tally] = {}
 
     def see(self, step: int, node: fx.Node, value: Any, read: Sequence[Any]) -> None:
-        """Count the value of a node, if it is one of the chosen. Nothing waits for the device.
-
-        Args:
-            step: the number of the step.
-            node: of a variant's graph.
-            value: what it gave.
-            read: the values that it read.
-        """
+        """Count the value of a node of a variant's graph, if it is one of the chosen. Nothing waits for the device."""
         if node.graph not in self._chosen:
             variant = next(variant for variant in self._model.variants if variant.graph is node.graph)
             self._chosen[node.graph] = self._choose(variant.plan, node.graph)
@@ -370,11 +360,7 @@ class NodeCounts:
         return {node.name: keys[node.name] for node in nodes if is_cast(node) or moves(node)}
 
     def read(self, before: int | None = None) -> None:
-        """Read the counts from their devices.
-
-        Args:
-            before: do nothing unless there are counts of steps before this one.
-        """
+        """Read the counts from their devices; with ``before`` only if there are counts of steps before this one."""
         if before is not None and (not self._pending or self._pending[-1][0] >= before):
             return
         pending, self._pending = self._pending, []

@@ -183,9 +183,7 @@ def _rendered(
 def views_of(model: object, does: str) -> tuple[list[View], int]:
     """Return views of all graphs of a converted or enabled model, and the position of the one to show first.
 
-    Args:
-        model: what the user gave.
-        does: what cannot be done with another model, for the error.
+    ``does`` is what cannot be done with another model, for the error.
 
     Raises:
         TypeError: the model is neither.
@@ -280,12 +278,7 @@ def show(
 ) -> Page:
     """Make the page of a converted or enabled model for a notebook: the value of a cell shows it.
 
-    Args:
-        model: as for :func:`dump`.
-        comparison: as for :func:`dump`.
-        against: as for :func:`dump`.
-        timing: as for :func:`dump`.
-        height: of the frame, in pixels.
+    Arguments are as for :func:`dump`, but for the height of the frame, in pixels.
 
     Raises:
         TypeError, ValueError, VariantError: as :func:`dump`.

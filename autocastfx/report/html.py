@@ -346,17 +346,9 @@ def render_html(
     against: Plan | None = None,
     timing: Timing | None = None,
 ) -> str:
-    """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
+    """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside: that of :func:`page_data`.
 
     A Content-Security-Policy allows the scripts and styles by their hashes, and no requests.
-
-    Args:
-        views: all variants of a model.
-        shown: as for :func:`page_data`.
-        comparison: likewise.
-        facts: likewise.
-        against: likewise.
-        timing: likewise.
 
     Raises:
         ValueError: as for :func:`page_data`.

@@ -244,12 +244,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | None) -> list[list[str]]:
     """Return the lines of two tables: nodes and casts by op, the most frequent first, and by module, in graph order.
 
-    A cast counts where it is read first; nodes count for the module that they run in, not for those around it.
-
-    Args:
-        rows: the nodes to count.
-        casts: the casts that they read, by the names of rows.
-        width: of a line.
+    A cast counts where it is read first, which ``casts`` tells by the names of rows; nodes count for the module that
+    they run in, not for those around it.
     """
     by_op, by_module = dict[str, Counter[str]](), dict[str, Counter[str]]()
     nodes = dict[str, list[PlannedNode]]()
@@ -299,12 +295,7 @@ _CATEGORIES = tuple(map(str, Category))
 
 
 def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> None:
-    """Check that arguments of :func:`selected` name something.
-
-    Args:
-        rows: of all graphs of a model.
-        only: as for :func:`selected`.
-        module: as for :func:`selected`.
+    """Check that arguments of :func:`selected` name something in the rows of all graphs of a model.
 
     Raises:
         ValueError: one names nothing; the message suggests the nearest.

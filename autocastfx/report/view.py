@@ -365,12 +365,9 @@ _MOST_INPUTS = 4  # that a title names
 
 
 def titled(view: View, number: str, held: Iterable[str] = ()) -> View:
-    """Return a view with a title.
+    """Return a view with a title, which begins with the number of its graph, and its mode.
 
-    Args:
-        view: of a graph.
-        number: which one it is, and its mode.
-        held: the names of parameters and buffers among the inputs of a graph; they are left out.
+    ``held`` are the names of parameters and buffers among the inputs of the graph; they are left out.
     """
     names = set(held)
     rows = [row for row in view.rows if row.kind == "input" and not row.depth and row.name not in names]
@@ -397,12 +394,8 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
 
 
 def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
-    """Join a converted graph that belongs to no model with its plan.
-
-    Args:
-        module: the graph with all that it reads; parameters are among its inputs.
-        plan: its plan.
-        words: a description of it.
+    """Join a converted graph that belongs to no model, with all that it reads, with its plan; parameters are among its
+    inputs.
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
     return _Join(plan, inputs, {}).view(module, module.graph, module.code, words)

@@ -95,14 +95,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiply ``grads`` by ``inverse`` in place, and set ``found_inf`` to 1 if one is not finite.
+    """Multiply ``grads`` by ``inverse`` in place, and set ``found_inf`` to 1 if one is not finite. The host reads
+    nothing.
 
-    The host reads nothing.
-
-    Args:
-        grads: gradients on any devices, of any floating dtypes.
-        inverse: float32, no dimensions.
-        found_inf: float32, no dimensions.
+    Gradients may be on any devices, of any floating dtypes; ``inverse`` and ``found_inf`` are float32, no dimensions.
 
     Raises:
         LossScaleError: gradients can be differentiated again, which would give them the scale that they had.
