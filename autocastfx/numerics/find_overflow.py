@@ -370,12 +370,8 @@ class _Read(NamedTuple):
 
 
 def _reads(value: Any) -> tuple[_Read, ...]:
-    return tuple(_read(tensor) for tensor in floating(value) if tensor.numel())
-
-
-def _read(tensor: torch.Tensor) -> _Read:
-    lowest, highest = torch.aminmax(tensor)
-    return _Read(dtype_name(tensor.dtype), float(lowest), float(highest), _lost(tensor))
+    found = (tensor for tensor in floating(value) if tensor.numel())
+    return tuple(_Read(dtype_name(t.dtype), *map(float, torch.aminmax(t)), _lost(t)) for t in found)
 
 
 def _lost(tensor: torch.Tensor) -> int:

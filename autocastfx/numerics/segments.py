@@ -489,9 +489,8 @@ class SegmentRun:
     def close(self) -> None:
         """Free all values: they hold hooks, and those the run."""
         self._taken, self.output = Receivers(), None
-        for collection in (self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given):
-            collection.clear()
-        for collection in (self.to_inputs, self.to_parameters, self._leaves):
+        by_key = self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given
+        for collection in (*by_key, self.to_inputs, self.to_parameters, self._leaves):
             collection.clear()
 
     def _projected(
