@@ -373,8 +373,7 @@ def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, 
         ModelSpecError: one cannot be used.
         CaptureError: a factory of batches raises.
     """
-    given = {name: getattr(options, name, None) for name in _NAMES}
-    arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    arguments: dict[str, Any] = {n: given for n in _NAMES if (given := getattr(options, n, None)) is not None}
     try:
         if "device" in arguments:
             named_device(arguments["device"])
@@ -455,11 +454,7 @@ def _with_graph(amp_model: AmpModule) -> AmpModule:
 
 
 def _check_converted(options: Namespace, model: AmpModule, device: str | None) -> None:
-    """Refuse options that would convert a model which is converted already.
-
-    Raises:
-        ModelSpecError: there are such.
-    """
+    """Refuse options that would convert a model which is converted already."""
     if device is not None:
         raise ModelSpecError(
             "the file holds a converted model, which was decided for its own device: give the original."

@@ -42,7 +42,7 @@ from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes, mode_of, names_stood_for
 from autocastfx.integrations import skipped_code as skipped
-from autocastfx.integrations.checked_copies import check_capture, converted_copies
+from autocastfx.integrations.checked_copies import check_capture, plain_copy
 from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
 from autocastfx.options import DType, Options, for_models
@@ -280,11 +280,7 @@ class CompileBackend:
         return self._outside_autocast(run, device.type)
 
     def _refuse_traced(self) -> None:
-        """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names.
-
-        Raises:
-            UnsupportedError: it is one.
-        """
+        """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names."""
         own = [one for one in self.whole if not one.__module__.startswith("torch.")]
         if not are_kept(own) and not conversion_is_off():
             names = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
@@ -548,7 +544,7 @@ def enable(
         measuring = Measuring(mode_of(m.training for m in model.modules()))
         bare = CompileBackend(inner="eager", op_list=lists).bare()
         bare.measuring = measuring
-        (copied,) = converted_copies(model, bare)
+        copied = bare.compile(plain_copy(model))
         return measuring.measure(copied, copied, batches)
 
     # measured ranges and chosen dtype, as of convert
@@ -558,7 +554,7 @@ def enable(
     backend = CompileBackend(dtype=converter.low, inner=inner, **arguments)
     backend.are_ranges_new = given.has_batches
     if check is not None:
-        check_capture(model, backend, arguments_of(check))
+        check_capture(model, backend.bare().compile, arguments_of(check))
     backend.compile(model)
     return model
 

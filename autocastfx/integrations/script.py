@@ -214,7 +214,8 @@ class ScriptRun:
 
     def first_call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a module that is not enabled, after enabling it if it is a model."""
-        if _is_wrapper(module):  # the model is what it holds
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if is_ddp or type(module).__name__ == "FullyShardedDataParallel":  # the model is what it holds
             return module._call_impl(*args, **kwargs)
         reason, name = self._why_not(module), _name(module)
         if reason is None and (whole := _module_being_made()) is not None:
@@ -319,12 +320,6 @@ def _name(model: Any) -> str:
 def _in_autocast(module: nn.Module) -> bool:
     first = next(module.parameters(), None)
     return first is not None and is_in_autocast(first.device.type)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """True for what calls the model that it holds, in each process of several."""
-    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-    return is_ddp or type(module).__name__ == "FullyShardedDataParallel"
 
 
 def _scalers(made: list[GradScaler]) -> tuple[type[GradScaler], type[GradScaler]]:

@@ -149,7 +149,8 @@ def _applied_on_trial() -> AbstractContextManager[object]:
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         kind = INSIDE.kind  # None: another thread tries
-        if kind is not None and not function.__module__.startswith("torch.") and not _cannot_try():
+        cannot_try = torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active()
+        if kind is not None and not function.__module__.startswith("torch.") and not cannot_try:
             any_gradient = not torch.is_grad_enabled()
             with random_numbers_kept(), own_thread_state(), torch.enable_grad():
                 copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=any_gradient), args)
@@ -160,10 +161,6 @@ def _applied_on_trial() -> AbstractContextManager[object]:
 
 
 _TRYING = Shared(_applied_on_trial)
-
-
-def _cannot_try() -> bool:
-    return torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def _copy(tensor: Tensor, any_gradient: bool) -> Tensor:

@@ -370,8 +370,8 @@ class _Read(NamedTuple):
 
 
 def _reads(value: Any) -> tuple[_Read, ...]:
-    found = (tensor for tensor in floating(value) if tensor.numel())
-    return tuple(_Read(dtype_name(t.dtype), *map(float, torch.aminmax(t)), _lost(t)) for t in found)
+    ends = ((t, torch.aminmax(t)) for t in floating(value) if t.numel())
+    return tuple(_Read(dtype_name(t.dtype), float(low), float(high), _lost(t)) for t, (low, high) in ends)
 
 
 def _lost(tensor: torch.Tensor) -> int:

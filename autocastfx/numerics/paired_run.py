@@ -333,11 +333,8 @@ def run_side_by_side(
 def _captured_call(
     model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Captured, Call, dict[str, Any]]:
-    """Capture one call of a model, in these modes of its modules; the call does nothing else, and the model stays as it
-    is. Functions at the paths ``leaves`` stay whole.
-
-    Returns:
-        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
+    """Return the graph of one call of a model, in these modes of its modules, and what it is given, as by
+    :meth:`CapturedGraph.given`. The call does nothing else; functions at the paths ``leaves`` stay whole.
     """
     amp_model = view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), None, None, leaves)
     modules = list(model.modules())

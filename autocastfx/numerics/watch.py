@@ -253,15 +253,9 @@ class SkippedStep:
 def report(
     rows: Sequence[WatchedNode], skipped: Sequence[SkippedStep], steps: int, observed: int, every: int, most: int
 ) -> str:
-    """Write what a watch has seen.
+    """Write what a watch has seen, with at ``most`` so many nodes.
 
-    Args:
-        rows: of the nodes, in graph order.
-        skipped: in order.
-        steps: the number of steps, the present one included.
-        observed: the number of steps that were observed.
-        every: the distance of observed steps.
-        most: the number of nodes to show.
+    One step in ``every`` was observed of those up to the present one, in all so many as ``observed``.
     """
     lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
