@@ -156,14 +156,11 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
 
 
 def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make the positional and keyword inputs of a call.
+    """Make the positional and keyword inputs of a call; those given by their sizes are on ``device``.
 
-    Args:
-        specs: one ``package.module:factory`` that returns a tuple, a dict (keyword inputs) or a tensor; or for each
-            input its dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are
-            normally distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are
-            fixed.
-        device: the device of inputs given by their sizes.
+    One ``package.module:factory`` returns a tuple, a dict (keyword inputs) or a tensor. Or each input is given by its
+    dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are normally
+    distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are fixed.
 
     Raises:
         ModelSpecError: a text has neither form, or a factory returns something else.

@@ -303,10 +303,9 @@ def compiler_is_off() -> str | None:
 def look_again(since: int, known: Sequence[SkippedCode]) -> None:
     """Let Dynamo look again at code that it has skipped in another model: it would skip it unsaid in the next, too.
 
-    Args:
-        since: a result of :func:`skips`; 0 for all code that has no graphs, also of models that others have compiled,
-            or as many as Dynamo allows.
-        known: what is skipped in the model that is called next, and told.
+    That is code skipped ``since`` a result of :func:`skips`; since 0 all code that has no graphs, also of models that
+    others have compiled, or as many as Dynamo allows. But not what is ``known`` in the model that is called next, and
+    told.
     """
     from torch._C._dynamo import eval_frame
     from torch._dynamo import config

@@ -25,7 +25,6 @@ class FlatGraph:
     """A flattened copy of a graph.
 
     Attributes:
-        graph: the copy.
         names: names of its nodes as in a plan: ``subgraph/name`` for nodes of a sub-graph.
         regions: the modes that nodes of inlined sub-graphs run in, outermost first.
         held: values of ``get_attr`` nodes, by target; of generators of random numbers copies.

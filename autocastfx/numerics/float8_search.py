@@ -25,9 +25,6 @@ class FloatProduct:
     """A product of a node that can run in float8.
 
     Attributes:
-        node: of the plan.
-        product: which of its three.
-        flops: its operations.
         error: the squared relative error in float8.
         gain: the bytes moved in the time by which it is faster than in 16 bits, once its operands are quantised.
         reads: the quantised values that it reads, and the bytes that quantising each of them moves.

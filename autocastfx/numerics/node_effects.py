@@ -348,7 +348,6 @@ class Replay:
 
     Attributes:
         ports: the inputs that a node takes in float32, and its operator in 16 bits.
-        low: the 16-bit dtype.
         scale: of the gradients, a power of two: what a loss scale does.
     """
 
@@ -363,13 +362,10 @@ class Replay:
         reads: Sequence[Read],
         gradients: Sequence[torch.Tensor | None] = (),
     ) -> KernelDifference:
-        """Run ``node`` twice.
+        """Run ``node``, of a captured graph, twice.
 
-        Args:
-            node: of a captured graph.
-            values: what a node gave in float32.
-            reads: its float32 reads, in order.
-            gradients: the gradient by each float32 tensor that it gives; empty: run forwards alone.
+        ``values`` tells what a node gave in float32, ``reads`` are this one's float32 reads, in order, and
+        ``gradients`` are by each float32 tensor that it gives; without any it runs forwards alone.
 
         Raises:
             Exception: whatever the 16-bit kernel raises.

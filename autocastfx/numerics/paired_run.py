@@ -162,7 +162,6 @@ class Side(NodeRun):
     """Runs a graph node by node, with its own random numbers, and frees values after their last use.
 
     Attributes:
-        flat: the graph.
         ahead: its nodes that have not run yet.
         tape: records autograd's functions by node, to run backwards; None without gradients.
     """

@@ -59,7 +59,6 @@ class PlanSearch:
         base: converted by the list to start from.
         variant: of it, the one that was measured.
         prices: what was measured, and the time of products.
-        low: the 16-bit dtype.
         start: the plan of the list to start from, with its predicted errors.
         cuts: by the price of an error, the best plan.
     """

@@ -44,8 +44,6 @@ class ProbeRun:
     """One call of a captured graph. The caller's tensors get no gradients and are not written into.
 
     Attributes:
-        flat: the graph.
-        segments: of the graph.
         parameters: the caller's, of which gradients are wanted, by target, with a number that tied ones share.
         gradients: of the loss by the parameters, by number, once :meth:`differentiate` has run.
         largest: the largest absolute value among all gradients, likewise.

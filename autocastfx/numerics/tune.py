@@ -31,7 +31,7 @@ from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.float8 import RECIPES, recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import unmatched_in
-from autocastfx.report.front_picture import Front, front_picture
+from autocastfx.report.front_picture import front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.operators.float8 import missing_products
@@ -308,8 +308,8 @@ class Tuned:
         measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
         title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"
         shown = [place for place in measured if place is not None and place != chosen]
-        front = Front(title, cuts, shown, _place(self.start), chosen, self.budget.error, self.budget.bytes)
-        text = front_picture(front)
+        limits = self.budget.error, self.budget.bytes
+        text = front_picture(title, cuts, shown, _place(self.start), chosen, *limits)
         if path is not None:
             write_whole(Path(path), text)
         return text

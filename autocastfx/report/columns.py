@@ -53,11 +53,9 @@ def aligned(
 ) -> list[str]:
     """Return a line of titles and a line for each row. Columns without any text are left out.
 
-    Args:
-        columns: the columns.
-        rows: their cells. The last cell of a row that has fewer extends over the columns that the row lacks.
-        width: shorten cells until no line is longer; None shortens nothing.
-        painted: adds colours to a cell's text, which it may not change: of the text and the column's ``paint``.
+    The last cell of a row that has fewer extends over the columns that the row lacks. Cells are shortened until no line
+    is longer than ``width``. ``painted`` adds colours to a cell's text, which it may not change: of the text and the
+    column's ``paint``.
     """
     kept = [i for i in range(len(columns)) if any(len(row) > i and row[i] for row in rows)] or [0]
     table = [[row[i] for i in kept if i < len(row)] for row in rows]

@@ -178,12 +178,10 @@ def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> No
 
 
 def selected(rows: Sequence[Row], only: str | None = None, module: str | None = None) -> tuple[Row, ...]:
-    """Return the rows that fit both arguments, in order; all rows without arguments, else those of planned nodes.
+    """Return the rows of a graph that fit both arguments, in order; all without arguments, else those of planned nodes.
 
-    Args:
-        rows: of one graph.
-        only: a precision (``low``, ``float32``), ``casts`` (what reads casts, the output too), a category or an op.
-        module: the path of a module with all inside it, or a pattern as in op lists (``layers.*.attn``, ``re:…``).
+    ``only`` is a precision (``low``, ``float32``), ``casts`` (what reads casts, the output too), a category or an op;
+    ``module`` is the path of a module with all inside it, or a pattern as in op lists (``layers.*.attn``, ``re:…``).
     """
     if only is None and module is None:
         return tuple(rows)

@@ -21,13 +21,10 @@ _HAS_GROUPS = dist.is_available()  # as torch was built
 
 
 def agree(found_inf: torch.Tensor, agreeing: Agreeing, groups: Sequence[dict[str, Any]]) -> None:
-    """Set ``found_inf`` to the largest among the processes that agree.
+    """Set ``found_inf`` (float32, no dimensions) to the largest among the processes that agree, in place.
 
-    Args:
-        found_inf: float32, no dimensions, changed in place.
-        agreeing: a process group; ``"world"``: all processes; ``"sharded"``: those that hold other parts of the
-            parameters; None: this process alone.
-        groups: an optimizer's parameter groups. They are the same in all processes, but for which part is held.
+    These are a process group; ``"world"``: all processes; ``"sharded"``: those that hold other parts of the parameters;
+    None: this process alone. An optimizer's groups are the same in all, but for which part is held.
     """
     if agreeing is None or not _HAS_GROUPS or not dist.is_initialized():
         return

@@ -86,15 +86,10 @@ class LossScaler:
         return scaled
 
     def stepped(self, optimizer: Any, found_inf: torch.Tensor | None, known: bool | None) -> bool:
-        """Note a step, and update the scale unless it is shared.
+        """Note a step, and update the scale unless it is shared. True if the step overflowed at the floor.
 
-        Args:
-            optimizer: the optimizer that stepped.
-            found_inf: 1 if the step was skipped, else 0; on any device. None if there were no gradients.
-            known: ``found_inf`` if the host knows it already, else None.
-
-        Returns:
-            True if the step overflowed at the floor.
+        ``found_inf`` is 1 if the step was skipped, else 0, on any device; None if there were no gradients. ``known`` is
+        the same if the host knows it already, else None.
         """
         self.rounds.note_step(optimizer)
         if found_inf is None:
