@@ -104,10 +104,9 @@ def bisect(
         return search_order(first, places, inputs_of(example_inputs, kwargs) if is_given else None)
 
     plan, places = first.plan, places_of(first.plan)
-    kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
-    evaluations = Evaluations.of(
-        Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
-    )
+    search: dict[str, Any] = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
+    search["places"] = [str(place) for place in places]
+    evaluations = Evaluations.of(Path(state) if state is not None else None, search)
     return _Search(plan, make, metric, evaluations, report).run(places, order, tolerance)
 
 

@@ -162,10 +162,8 @@ class Float8Search(PlanSearch):
             )
         chosen = choice.least_error(share * self._flops * (1 - 1e-9))
         if chosen is None:
-            most, kept_out = (
-                choice.worth(range(len(choice.candidates))) / self._flops,
-                self._kept_out.most_common(_MOST_REASONS),
-            )
+            most = choice.worth(range(len(choice.candidates))) / self._flops
+            kept_out = self._kept_out.most_common(_MOST_REASONS)
             said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
             others = len(self._kept_out) - len(kept_out)
             more = f"; and {others} other reasons" if others else ""

@@ -91,9 +91,8 @@ class GradientHistogram:
             CalibrationError: none was recorded.
             ValueError: ``loss_scale`` is no power of two.
         """
-        margin = (self.activations + self.weights).margin(
-            self.suggested_loss_scale() if loss_scale is None else loss_scale
-        )
+        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
+        margin = (self.activations + self.weights).margin(scale)
         if margin is None:
             raise CalibrationError(_NOTHING)
         return margin

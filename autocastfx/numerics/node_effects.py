@@ -495,9 +495,8 @@ def jumps(
     gradient_jumps: dict[int, torch.Tensor] = {}
     for read in reads:
         given = inputs[read.use]
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place), device="cpu").to(
-            given.device
-        )
+        generator = torch.Generator().manual_seed(read.place)
+        noise = torch.randn(given.shape, generator=generator, device="cpu").to(given.device)
         moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
         here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
         if here is not None and there is not None:

@@ -55,13 +55,16 @@ def _differentiating() -> Generator[None]:
 
 
 def differentiated(
-    roots: Sequence[torch.Tensor], by: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, again: bool
+    weighed: Sequence[tuple[torch.Tensor, torch.Tensor]], by: Sequence[torch.Tensor], *, again: bool
 ) -> Sequence[torch.Tensor | None]:
-    """Return the derivatives of ``roots``, each weighed with its ``given``, by tensors. They have none themselves.
+    """Return the derivatives of tensors, each weighed with another, by tensors. They have none themselves.
 
     Raises:
         NotDifferentiableError: an op's derivative has none.
     """
+    if not weighed or not by:
+        return ()
+    roots, given = zip(*weighed, strict=True)
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), _differentiating():
         return torch.autograd.grad(roots, by, given, retain_graph=again, allow_unused=True)
 
@@ -329,9 +332,8 @@ class SegmentRun:
         args: Any = tuple(map_arg(argument, take) for argument in node.args)
         kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
         regions = self.flat.regions.get(node, ())
-        stops = base_name(op_name(node)) == "detach" or any(
-            _sets_grad(one) and not cast("Any", one).args[0] for one in regions
-        )
+        is_detach = base_name(op_name(node)) == "detach"
+        stops = is_detach or any(_sets_grad(one) and not cast("Any", one).args[0] for one in regions)
         target = cast("Any", node.target)
         if target is torch.ops.aten.view.default and node not in self.shared:
             target = torch.ops.aten.reshape.default  # attention in its formula has other strides
@@ -340,7 +342,7 @@ class SegmentRun:
                 modes.enter_context(region())
             if (made := tensors(node)) and not any(map(_is_number, made)):
                 modes.enter_context(torch.no_grad())  # which an op that gives integers may insist on
-            made = args[0] if base_name(op_name(node)) == "detach" else target(*args, **kwargs)
+            made = args[0] if is_detach else target(*args, **kwargs)
         return pytree.tree_map(self._stopped, made) if stops else made
 
     def _tapped(self, node: fx.Node) -> Callable[[fx.Node], Any]:
@@ -447,13 +449,9 @@ class SegmentRun:
         self, of_inputs: Mapping[fx.Node, torch.Tensor], of_parameters: Mapping[int, torch.Tensor]
     ) -> dict[fx.Node, torch.Tensor]:
         """Return the tangents of the values that the segment gives, from those of what it reads and the direction."""
-        pairs, given = self._projected(of_inputs, of_parameters), list(self._given.values())
-        if not pairs or not given:
-            return {}
-        roots, by = zip(*pairs, strict=True)
         self._taken, self._is_first = Receivers(), False
-        derivatives = differentiated(roots, given, by, again=True)
-        return _known_of(self._given, derivatives)
+        pairs = self._projected(of_inputs, of_parameters)
+        return _known_of(self._given, differentiated(pairs, list(self._given.values()), again=True))
 
     def second_pass(
         self,
@@ -473,11 +471,7 @@ class SegmentRun:
         pairs = [(value, by.to(value.dtype)) for value, by in roots if value.requires_grad]
         pairs += self._projected(of_inputs, of_parameters)
         leaves = [*self.inputs.values(), *self._leaves, *self._given.values()]
-        if not pairs or not leaves:
-            return {}
-        ends, given = zip(*pairs, strict=True)
-        derivatives = differentiated(ends, leaves, given, again=again)
-        return _known_of(self.inputs, derivatives)  # the first leaves
+        return _known_of(self.inputs, differentiated(pairs, leaves, again=again))  # the first leaves
 
     def forget(self) -> None:
         """Free what derivatives do not need."""

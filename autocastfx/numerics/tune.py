@@ -125,11 +125,9 @@ def tune(
     # the list to start from, and the one whose error is the budget
     base = converted(op_list)
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
-    low = low_dtype(base.plan.low)
+    low, converter = low_dtype(base.plan.low), cast("Converter", base._original.converter)
     if recipe:
-        _check_products(
-            low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list, recipe
-        )
+        _check_products(low, torch.device(base.plan.device), converter.op_list, recipe)
     # what 16 bits cost at each node: measured here, or checked to be of the same thing
     if sensitivity is None:
         measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
@@ -145,7 +143,7 @@ def tune(
             f"{base.plan.low}{ours}: measure it alike."
         )
     else:
-        refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
+        refuse_unpredicted(converter, sensitivity.float8)
         for category, message in unmatched_in(base, sensitivity=sensitivity):
             warnings.warn(message, category, stacklevel=2)
     # the cheapest plan within the limit, each candidate judged on batches that were not measured

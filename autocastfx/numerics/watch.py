@@ -388,22 +388,6 @@ class NodeCounts:
         )
 
 
-def check_nodes(nodes: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Check that each of ``nodes`` is the name of a node or an op in one of the plans, or ``"cast"``.
-
-    Raises:
-        ValueError: one is not; the message suggests the nearest.
-    """
-    known = {_CAST, *(name for plan in plans for node in plan.nodes for name in (node.name, node.op))}
-    known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
-    for name in nodes:
-        if name not in known:
-            raise ArgumentError(
-                f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has the "
-                "names of nodes and ops."
-            )
-
-
 _MOST_CALLS = 64  # whose inputs are kept, in a step of more
 
 
@@ -504,8 +488,15 @@ def watch(amp_model: AmpModule, every: int = 100, nodes: Sequence[str] | None = 
         raise ArgumentTypeError(f"nodes is a sequence of names: write [{nodes!r}]")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ArgumentError(f"every is a whole number of steps above 0, not {every!r}")
-    if nodes is not None and amp_model.variants:
-        check_nodes(nodes, [variant.plan for variant in amp_model.variants])
+    if plans := [variant.plan for variant in amp_model.variants]:
+        known = {_CAST, *(name for plan in plans for node in plan.nodes for name in (node.name, node.op))}
+        known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
+        for name in nodes or ():
+            if name not in known:
+                raise ArgumentError(
+                    f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has "
+                    "the names of nodes and ops."
+                )
     return Watch(amp_model, every, nodes)
 
 

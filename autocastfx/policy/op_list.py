@@ -178,9 +178,8 @@ class OpList:
         object.__setattr__(self, "unlisted", _category(self.unlisted))
         dense: dict[RuleKey, Rule[Any]] = {}
         for kind in (Runs, Float8Settings, Keep):
-            inside = [
-                r for r in self.lines.values() if r.path and isinstance(r.effect, kind)
-            ]  # no others fit equally well
+            # no others fit equally well
+            inside = [r for r in self.lines.values() if r.path and isinstance(r.effect, kind)]
             ranks = sorted({rule.rank for rule in inside})
             dense |= {rule.key: replace(rule, rank=ranks.index(rule.rank)) for rule in inside}
         object.__setattr__(self, "lines", MappingProxyType({**self.lines, **dense}))
