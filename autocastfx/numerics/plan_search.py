@@ -424,7 +424,7 @@ _MOST_GROUPS = 16
 
 
 def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], Plan]) -> Iterator[Plan]:
-    """Yield plans of ever less error, each with one more module's op in float32, that move at most so many bytes.
+    """Yield plans of ever less error that move at most ``most`` bytes, each with one more module's op in float32.
 
     A minimum cut finds the plans on the convex hull of bytes and error alone, and adds up squared errors as if they
     were independent. Here an op counts by how much the plan's squared error falls without it, other errors included.
@@ -475,7 +475,7 @@ _MOST_FURTHER_CUTS = 96
 
 
 def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, float], Plan]) -> Iterator[Plan]:
-    """Yield plans that move at most so many bytes, each of less error than the one before.
+    """Yield plans that move at most ``most`` bytes, each of less error than the one before.
 
     A minimum cut finds the plans on the convex hull of bytes and squared error alone, and may leave much of a limit
     unused. With one op more in float32, the cuts of all other ops lie on another hull, and one may be nearer the limit.

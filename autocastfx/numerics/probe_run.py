@@ -147,8 +147,7 @@ class ProbeRun:
     def projections(
         self, seeds: Sequence[int], results: Sequence[torch.Tensor] = ()
     ) -> Iterator[tuple[SegmentRun, Project]]:
-        """Project the gradients found, or ``results`` of the output, on a direction for each seed, and differentiate
-        that.
+        """Project the gradients found, or ``results`` of the output, on a direction for each seed, and derive that.
 
         Yields:
             Each segment's run, the last segment first, with a function that hands out the derivatives of the projection

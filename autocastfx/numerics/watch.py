@@ -253,10 +253,7 @@ class SkippedStep:
 def report(
     rows: Sequence[WatchedNode], skipped: Sequence[SkippedStep], steps: int, observed: int, every: int, most: int
 ) -> str:
-    """Write what a watch has seen, with at ``most`` so many nodes.
-
-    One step in ``every`` was observed of those up to the present one, in all so many as ``observed``.
-    """
+    """Write what a watch has seen in ``observed`` of ``steps`` steps, one in ``every``; at most ``most`` nodes."""
     lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
     cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]

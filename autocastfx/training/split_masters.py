@@ -196,14 +196,18 @@ def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> Non
     weight.masked_fill_(are_nan, torch.nan)
 
 
+def _drop_impossible(weight: torch.Tensor, rest: torch.Tensor) -> None:
+    magnitude = weight.view(torch.int16) & 0x7FFF
+    rest.masked_fill_(((magnitude == 0) & (rest < 0)) | ((magnitude == _INFINITY) & (rest > 0)), 0)
+
+
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """Return the float32 tensor that was split; a NaN may have become another.
 
     If ``weight`` was written since, the result rounds to what was written: ``rest`` is kept, but for those that 0 and
     infinities cannot have, which become 0, in place.
     """
-    magnitude = weight.view(torch.int16) & 0x7FFF
-    rest.masked_fill_(((magnitude == 0) & (rest < 0)) | ((magnitude == _INFINITY) & (rest > 0)), 0)
+    _drop_impossible(weight, rest)
     return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
 
 
