@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import INPUTS_ALONE, Call, CallSignature, arguments_of, batches_of, refuse_scripted
+from autocastfx.capture.call import INPUTS_ALONE, CallSignature, arguments_of, batches_of, refuse_scripted
 from autocastfx.capture.kept_whole import functions_at
 from autocastfx.capture.leave_intact import isolated, set_modes
 from autocastfx.capture.measure import measured_run
@@ -67,7 +67,15 @@ def calibrate(
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and training is not None:
         raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")
-    return _measured_by_dynamo(module, batches, op_list, training, progress)
+    modes = [m.training if training is None else training for m in module.modules()]
+    measuring, leaves = Measuring(mode_of(modes)), load_op_list(op_list).functions()
+    captures = Captures(module, CallSignature.of(module.forward), functions_at(leaves))
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        set_modes(list(module.modules()), modes)  # isolated gives back those before
+        captures.call(measuring, args, kwargs)
+
+    return measuring.measure(module, call, batches, progress)
 
 
 class Measuring:
@@ -101,37 +109,17 @@ class Measuring:
             for done, batch in enumerate(batches_of(batches), 1):
                 given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments_of(batch))
                 args, kwargs = copy.deepcopy(given)
-                _check_fit(signature, model, done, args, kwargs)
+                try:
+                    signature.bind(args, kwargs)
+                except TypeError as error:
+                    name = type(model).__name__
+                    told = f"batch {done} does not fit {name}.forward: {error}. {INPUTS_ALONE}"
+                    raise CalibrationError(told) from None
                 call(*args, **kwargs)
                 show(done)
         if not done:
             raise CalibrationError(_NO_BATCHES)
         return Ranges(tuple(self.found.values()), done)
-
-
-def _measured_by_dynamo(
-    model: nn.Module, batches: Iterable[Any], op_list: OpListLike, training: bool | None, progress: Progress
-) -> Ranges:
-    modes = [m.training if training is None else training for m in model.modules()]
-    measuring, leaves = Measuring(mode_of(modes)), load_op_list(op_list).functions()
-    captures = Captures(model, CallSignature.of(model.forward), functions_at(leaves))
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        set_modes(list(model.modules()), modes)  # isolated gives back those before
-        captures.call(measuring, args, kwargs)
-
-    return measuring.measure(model, call, batches, progress)
-
-
-def _check_fit(
-    signature: CallSignature, model: nn.Module, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Call:
-    try:
-        return signature.bind(args, kwargs)
-    except TypeError as error:
-        raise CalibrationError(
-            f"batch {number} does not fit {type(model).__name__}.forward: {error}. {INPUTS_ALONE}"
-        ) from None
 
 
 def ranges_of(given: Any, measure: Callable[[Any, OpListLike], Ranges], op_list: OpListLike) -> Ranges:

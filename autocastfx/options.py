@@ -80,10 +80,8 @@ class Options:
     ) -> Converter:
         """Read the lists, the plan and the measurements. Rules of models are not among them (:func:`for_models`).
 
-        Args:
-            model: what is converted; None if that is not known yet.
-            device: where it will run.
-            measure: measures ranges of batches, for a list.
+        The model is None if it is not known yet, and will run on ``device``. ``measure`` measures ranges of batches,
+        for a list.
 
         Raises:
             OpListError, CalibrationError, SensitivityError, PlanError: what was given cannot be read.
@@ -143,9 +141,7 @@ def for_models(converter: Converter, models: Iterable[nn.Module], parameters: It
 def refuse_unpredicted(converter: Converter, float8: str) -> None:
     """Refuse to measure or to predict errors of conversions for which a sensitivity says nothing.
 
-    Args:
-        converter: of the conversion.
-        float8: the recipe by which the sensitivity measures products; empty: it does not.
+    ``float8`` is the recipe by which the sensitivity measures products; empty: it does not.
 
     Raises:
         UnsupportedError: the model is 16-bit already, the list follows torch.autocast's dispatch, or asks for float8.

@@ -37,11 +37,12 @@ from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.match import by_place
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
 from autocastfx.policy.rule import Rule
+from autocastfx.report.columns import LEAST_WIDTH
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
 from autocastfx.report.explain import explained_nodes
-from autocastfx.report.text import LEAST_WIDTH, TextOptions
+from autocastfx.report.text import TextOptions
 
 # The width and the colours of what a command prints.
 

@@ -34,10 +34,7 @@ from autocastfx.report.lint.roofline import find_gpu, gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; those of this process by default.
+    """Run one command, by arguments without the program's name; by default those of this process.
 
     Returns:
         The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the

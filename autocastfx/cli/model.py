@@ -41,11 +41,8 @@ def is_factory_call(spec: str) -> bool:
 def called(spec: str, form: str) -> Any:
     """Import the module of ``package.module:name`` and call what it holds, each with seed 0.
 
-    A model that stands there ready is not called.
-
-    Args:
-        spec: the text, with or without arguments in brackets. They are literals: nothing in them is evaluated as code.
-        form: what it should be, for the error.
+    A model that stands there ready is not called. Arguments in brackets are literals: nothing in them is evaluated as
+    code. ``form`` is what the text should be, for the error.
 
     Raises:
         ModelSpecError: it is no such text, an argument is no literal, there is no such module or name, or it cannot be
@@ -146,11 +143,7 @@ def load_model(spec: str) -> nn.Module:
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """Call the factory of ``package.module:factory`` for a function.
-
-    Args:
-        spec: as for a model.
-        what: the function's kind in messages, such as ``"a metric"``.
+    """Call the factory of ``package.module:factory`` for a function, which messages call ``what``: ``"a metric"``.
 
     Raises:
         ModelSpecError: there is no such module or factory, or its result cannot be called.
@@ -163,14 +156,11 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
 
 
 def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make the positional and keyword inputs of a call.
+    """Make the positional and keyword inputs of a call; those given by their sizes are on ``device``.
 
-    Args:
-        specs: one ``package.module:factory`` that returns a tuple, a dict (keyword inputs) or a tensor; or for each
-            input its dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are
-            normally distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are
-            fixed.
-        device: the device of inputs given by their sizes.
+    One ``package.module:factory`` returns a tuple, a dict (keyword inputs) or a tensor. Or each input is given by its
+    dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are normally
+    distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are fixed.
 
     Raises:
         ModelSpecError: a text has neither form, or a factory returns something else.
@@ -252,11 +242,7 @@ def is_model_file(spec: str) -> bool:
 
 
 def load_pickled(spec: str, *, trust: bool) -> nn.Module:
-    """Load a whole model from a file.
-
-    Args:
-        spec: path of the file.
-        trust: True if the user accepts that reading the file can run any code.
+    """Load a whole model from the file ``spec``, if the user accepts that reading it can run any code (``trust``).
 
     Raises:
         ModelSpecError: ``trust`` is false, the file does not exist, or holds no ``nn.Module``.
@@ -286,12 +272,7 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
 
 
 def load_weights(model: nn.Module, spec: str, path: Path) -> None:
-    """Load a complete state_dict into ``model``, without running code from the file.
-
-    Args:
-        model: the model to load into.
-        spec: the model's name in messages.
-        path: the file.
+    """Load a complete state_dict into ``model``, which messages call ``spec``, without running code from the file.
 
     Raises:
         ModelSpecError: the file cannot be read, holds anything but tensors by name, or does not fit the model.
@@ -383,18 +364,13 @@ def given_options(options: Namespace) -> list[str]:
 
 
 def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, Any]:
-    """Return keyword arguments for ``convert``; those that were not given are left out.
-
-    Args:
-        options: parsed arguments; a command may lack these.
-        device: where the model is.
+    """Return keyword arguments for ``convert``, for a model on ``device``; those that were not given are left out.
 
     Raises:
         ModelSpecError: one cannot be used.
         CaptureError: a factory of batches raises.
     """
-    given = {name: getattr(options, name, None) for name in _NAMES}
-    arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    arguments: dict[str, Any] = {n: given for n in _NAMES if (given := getattr(options, n, None)) is not None}
     try:
         if "device" in arguments:
             named_device(arguments["device"])
@@ -475,11 +451,7 @@ def _with_graph(amp_model: AmpModule) -> AmpModule:
 
 
 def _check_converted(options: Namespace, model: AmpModule, device: str | None) -> None:
-    """Refuse options that would convert a model which is converted already.
-
-    Raises:
-        ModelSpecError: there are such.
-    """
+    """Refuse options that would convert a model which is converted already."""
     if device is not None:
         raise ModelSpecError(
             "the file holds a converted model, which was decided for its own device: give the original."

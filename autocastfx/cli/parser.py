@@ -132,9 +132,7 @@ def with_examples(
 ) -> Callable[..., argparse.ArgumentParser]:
     """Return ``add``, the subcommands' ``add_parser``, for parsers whose ``--help`` ends with an example, if any.
 
-    Args:
-        add: makes a parser.
-        examples: for each command a command line, without the program's name.
+    The ``examples`` are command lines by command, without the program's name.
     """
 
     def add_parser(name: str, **arguments: Any) -> argparse.ArgumentParser:

@@ -6,11 +6,10 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -42,10 +41,10 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import STORED, attributes_of
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.graph.walk import all_nodes, mode_of, names_stood_for
-from autocastfx.integrations.checked_copies import check_capture, converted_copies
+from autocastfx.integrations import skipped_code as skipped
+from autocastfx.integrations.checked_copies import check_capture, plain_copy
 from autocastfx.integrations.compiled import CompiledCall, called, refuse_scripting, sees_to_hooks
 from autocastfx.integrations.graph_run import GraphRun
-from autocastfx.integrations.skipped_code import FAILURES, SkippedCode, warn_of_failure, watch
 from autocastfx.options import DType, Options, for_models
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Precision
@@ -97,71 +96,6 @@ def guard_hooks() -> None:
         config.skip_nnmodule_hook_guards, _RESTORE.is_due = False, True
         if _RESTORE not in callback_handler.end_callbacks:  # torch._dynamo.reset() drops all
             callback_handler.register_end_callback(_RESTORE)
-
-
-# Run a graph of Dynamo's that cannot be converted under torch.autocast, or in float32 where that fails.
-
-_LEVELS: Any = cast("Any", torch._C)._functorch
-
-
-def graph_in_autocast(module: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
-    """Return a copy of ``module`` whose nodes run in a region of torch.autocast."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    region: fx.Node | None = None
-    for node in module.graph.nodes:
-        if region is None and node.op not in ("placeholder", "get_attr"):
-            region = graph.call_function(torch.amp.autocast_mode._enter_autocast, (kind, low, True, None))
-        if node.op == "output":
-            graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)
-
-
-@contextmanager
-def autocast_as_before(kind: str) -> Generator[None]:
-    """Leave the regions of torch.autocast, and those of torch.func, that what fails inside has entered by itself."""
-    depth, levels = _depth(), _LEVELS.get_dynamic_layer_stack_depth()
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    try:
-        yield
-    except FAILURES:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-        while _depth() > depth:
-            torch.autocast_decrement_nesting()
-        _LEVELS.pop_dynamic_layer_stack_and_undo_to_depth(levels)
-        if not depth:
-            torch.clear_autocast_cache()
-        raise
-
-
-def _depth() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Return a call of ``run`` under torch.autocast, and of ``exact`` from its first failure on."""
-    is_float32 = False
-
-    def call(*inputs: Any) -> Any:
-        nonlocal is_float32
-        failure: Exception | None = None
-        if not is_float32:
-            try:
-                with autocast_as_before(kind):
-                    return run(*inputs)
-            except FAILURES as error:
-                failure = error
-        with torch.autocast(kind, enabled=False):
-            result = exact(*inputs)
-        if failure is not None:
-            is_float32 = True
-            warn_of_failure("the graph", failure)
-        return result
-
-    return call
 
 
 # A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend.
@@ -251,10 +185,10 @@ class CompileBackend:
         self._converter = replace(self._converter, op_list=lists, weights=given.weights)
         self.whole = functions_at(lists.functions())
         self.graphs: list[CompiledGraph] = []
-        self.skipped: list[SkippedCode] = []
+        self.skipped: list[skipped.SkippedCode] = []
         self.runs = 0
         self.measuring: Measuring | None = None  # runs the graphs as captured, if given
-        watch(_is_on_its_own)
+        skipped.watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
@@ -351,11 +285,7 @@ class CompileBackend:
         return self._outside_autocast(run, device.type)
 
     def _refuse_traced(self) -> None:
-        """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names.
-
-        Raises:
-            UnsupportedError: it is one.
-        """
+        """Refuse a graph in which Dynamo keeps no calls of Python functions that the list names."""
         own = [one for one in self.whole if not one.__module__.startswith("torch.")]
         if not are_kept(own) and not conversion_is_off():
             names = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
@@ -483,17 +413,17 @@ class CompileBackend:
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
         exact = module
         if in_autocast:
-            module = graph_in_autocast(exact, device.type, self.low)
+            module = skipped.graph_in_autocast(exact, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))
         if module is exact:
             return self._compile(exact, inputs, device)
         try:
-            with autocast_as_before(device.type):
+            with skipped.autocast_as_before(device.type):
                 run = self._compile(module, inputs, device)
-        except FAILURES as error:
-            warn_of_failure("the graph", error)
+        except skipped.FAILURES as error:
+            skipped.warn_of_failure("the graph", error)
             return self._compile(exact, inputs, device)
-        return float32_where_it_fails(run, exact, device.type)
+        return skipped.float32_where_it_fails(run, exact, device.type, "the graph")
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any], device: torch.device) -> Callable[..., Any]:
         return self._outside_autocast(self._inner(module, inputs), device.type)
@@ -619,7 +549,7 @@ def enable(
         measuring = Measuring(mode_of(m.training for m in model.modules()))
         bare = CompileBackend(inner="eager", op_list=lists).bare()
         bare.measuring = measuring
-        (copied,) = converted_copies(model, bare)
+        copied = bare.compile(plain_copy(model))
         return measuring.measure(copied, copied, batches)
 
     # measured ranges and chosen dtype, as of convert
@@ -629,7 +559,7 @@ def enable(
     backend = CompileBackend(dtype=converter.low, inner=inner, **arguments)
     backend.are_ranges_new = given.has_batches
     if check is not None:
-        check_capture(model, backend, arguments_of(check))
+        check_capture(model, backend.bare().compile, arguments_of(check))
     backend.compile(model)
     return model
 

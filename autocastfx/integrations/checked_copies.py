@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from autocastfx.capture.leave_intact import modes_after
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.runtime.behaviour import compare_calls, trials_of
-
-
-class Backend(Protocol):
-    """A backend of torch.compile that enables models."""
-
-    def like(self) -> Backend:
-        """Return another one that converts in the same way."""
-        ...
-
-    def bare(self) -> Backend:
-        """Return one that runs what is captured without casts."""
-        ...
-
-    def compile(self, model: nn.Module) -> nn.Module:
-        """Enable a model."""
-        ...
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -43,20 +28,17 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def converted_copies(model: nn.Module, *backends: Backend) -> list[nn.Module]:
-    """Return a copy for each backend that is enabled by it."""
-    return [backend.compile(plain_copy(model)) for backend in backends]
-
-
-def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
+def check_capture(model: nn.Module, capture: Callable[[nn.Module], nn.Module], arguments: Any) -> None:
     """Compare what Dynamo captures of a model, without casts, with the model; it stays as it is.
+
+    ``capture`` enables a model so that it runs what is captured.
 
     Raises:
         CaptureError: it does something else, or nothing could be compared.
         UnsupportedError: the model cannot be copied.
     """
     modes = [modes_after(model, training=training) for training in (True, False)]
-    (bare,) = converted_copies(model, backend.bare())
+    bare = capture(plain_copy(model))
     compared = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
     if not compared.calls:
         raise CaptureError(f"check= could compare no call: {'; '.join(compared.dropped)}. Give other inputs.")

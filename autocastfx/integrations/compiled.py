@@ -44,7 +44,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations import skipped_code as skipped
-from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
+from autocastfx.integrations.checked_copies import plain_copy
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
@@ -185,8 +185,8 @@ def has_hooks(model: nn.Module) -> bool:
     return any(getattr(module, table) for module in model.modules() for table in _HOOKS)
 
 
-class _Backend(Backend, Protocol):
-    """The backend of a compiled call."""
+class _Backend(Protocol):
+    """The backend of a compiled call, which enables models."""
 
     low: torch.dtype
     uncaptured: str
@@ -199,6 +199,12 @@ class _Backend(Backend, Protocol):
     def takes_recurrent_layers(self) -> bool: ...
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]: ...
+
+    def like(self) -> _Backend: ...
+
+    def bare(self) -> _Backend: ...
+
+    def compile(self, model: nn.Module) -> nn.Module: ...
 
     def tell_unmatched(self, model: nn.Module) -> None: ...
 
@@ -252,10 +258,9 @@ class CompiledCall:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(skipped.INSIDE.entered(self))
+                stack.enter_context(skipped.INSIDE.entered(call=self, seen=self._seen))
                 stack.enter_context(quiet_logs())
                 stack.enter_context(MENDED)
-                stack.enter_context(skipped.noted(self._seen))
                 for around in self._around:
                     stack.enter_context(around())
                 if not _is_in_backward():
@@ -271,7 +276,8 @@ class CompiledCall:
         if (failures := [*self._seen.failures]) or self._seen.breaks:
             breaks = [*self._seen.breaks]
             self._is_broken |= bool(breaks)
-            self._see_to([*skipped.skipped_in(failures, self.model), *left_by(breaks, self.model)])
+            told = (skipped.skipped_in(one, self.model) for one in failures)
+            self._see_to([*told, *left_by(breaks, self.model)])
             del self._seen.failures[: len(failures)], self._seen.breaks[: len(breaks)]
         self._skips = skipped.skips_before_others(skips)
         if self._left:
@@ -292,10 +298,6 @@ class CompiledCall:
                 self._calls[is_hooked] = torch.compile(caller(self.model), backend=self.backend, **self.options)
             self.call = self._calls[is_hooked]
 
-    def captures_whole(self) -> bool:
-        """True if Dynamo looks at the call of the model as a whole, for which this sees to hooks."""
-        return getattr(self._seen.code, "co_filename", "") == CALLER
-
     def _see_to_no_graph(self) -> None:
         """Say why no graph ran in a call, if it is known."""
         if (why := skipped.compiler_is_off()) is not None:
@@ -309,7 +311,7 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with skipped.INSIDE.entered(self):
+        with skipped.INSIDE.entered(call=self):
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _takes_autocast(self) -> bool:
@@ -363,7 +365,7 @@ class CompiledCall:
         return self._parts[part](*args, **kwargs)
 
     @contextmanager
-    def copies(self) -> Generator[tuple[nn.Module, nn.Module, nn.Module, Backend]]:
+    def copies(self) -> Generator[tuple[nn.Module, nn.Module, nn.Module, _Backend]]:
         """Give copies of the model to check it on: as it is, enabled alike, and as it is captured, without casts.
 
         Last comes the backend of the one that is enabled alike, which holds its graphs.
@@ -372,7 +374,7 @@ class CompiledCall:
             UnsupportedError: the model cannot be copied.
         """
         alike = self.backend.like()
-        ours, bare = converted_copies(self.model, alike, self.backend.bare())
+        ours, bare = (one.compile(plain_copy(self.model)) for one in (alike, self.backend.bare()))
         yield plain_copy(self.model), ours, bare, alike
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -451,7 +453,8 @@ class CompiledCall:
 def sees_to_hooks(module: fx.GraphModule) -> bool:
     """True if a graph of Dynamo's is that of a whole call of a model without hooks, which sees to the first one."""
     call, why = skipped.INSIDE.call, getattr(module, "compile_subgraph_reason", None)
-    is_whole = isinstance(call, CompiledCall) and call.captures_whole() and not call.is_hooked
+    is_ours = isinstance(call, CompiledCall) and not call.is_hooked
+    is_whole = is_ours and getattr(call._seen.code, "co_filename", "") == CALLER  # not a part of it
     return is_whole and why is not None and not why.graph_break
 
 

@@ -35,11 +35,9 @@ _CASTS = ("Cast", "CastLike")
 
 
 def widen(model: ir.Model, *, all_low: bool = False) -> None:
-    """Let operators compute in float32 that ONNX does not define for the dtypes that they read, or all 16-bit ones.
+    """Let operators compute in float32, in place, that ONNX does not define for the dtypes that they read.
 
-    Args:
-        model: is changed.
-        all_low: every operator that reads 16-bit values, and rounds its results to 16 bits.
+    With ``all_low`` every operator does that reads 16-bit values, and rounds its results to 16 bits.
     """
     from onnx import defs
 

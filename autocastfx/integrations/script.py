@@ -136,12 +136,6 @@ class RunReport:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def ran_model(model: nn.Module, backend: CompileBackend, where: str) -> RanModel:
-    """Tell what became of a model that ``backend`` compiled."""
-    graphs = tuple(map(RanGraph.of, backend.graphs))
-    return RanModel(type(model).__name__, where, graphs, tuple(map(str, backend.skipped)))
-
-
 # Enable each model that a script calls, at its first call, while the script knows nothing of it.
 
 _OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent  # as frames name them: links are not resolved
@@ -155,12 +149,7 @@ class ScriptRun:
     """
 
     def __init__(self, low: torch.dtype, make: Callable[[], CompileBackend]) -> None:
-        """Prepare to convert.
-
-        Args:
-            low: the 16-bit dtype.
-            make: makes what converts one model.
-        """
+        """Prepare to convert to the 16-bit dtype ``low``, each model by what ``make`` makes."""
         self.low, self.make = low, make
         self._enabled: list[tuple[nn.Module, CompileBackend, str]] = []
         self._left: Counter[tuple[str, str, str]] = Counter()
@@ -195,7 +184,7 @@ class ScriptRun:
             if not self.takes(amp_model):
                 return call(amp_model, *args, **kwargs)
             self._left[_name(amp_model), _caller(), "the script converts it"] += 1
-            with INSIDE.entered(self):
+            with INSIDE.entered(call=self):
                 return call(amp_model, *args, **kwargs)
 
         return told
@@ -203,7 +192,10 @@ class ScriptRun:
     def report(self) -> RunReport:
         """Tell what became of the models so far."""
         skips = sum(scaler.skipped_steps for scaler in self._scalers)
-        models: list[RanModel] = [ran_model(*one) for one in self._enabled]
+        models = [
+            RanModel(type(m).__name__, where, tuple(map(RanGraph.of, b.graphs)), tuple(map(str, b.skipped)))
+            for m, b, where in self._enabled
+        ]
         left = [LeftAlone(*key, calls) for key, calls in self._left.items()]
         return RunReport(str(self.low).removeprefix("torch."), models, left, self._steps, self._unscaled, skips)
 
@@ -221,7 +213,8 @@ class ScriptRun:
 
     def first_call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a module that is not enabled, after enabling it if it is a model."""
-        if _is_wrapper(module):  # the model is what it holds
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if is_ddp or type(module).__name__ == "FullyShardedDataParallel":  # the model is what it holds
             return module._call_impl(*args, **kwargs)
         reason, name = self._why_not(module), _name(module)
         if reason is None and (whole := _module_being_made()) is not None:
@@ -235,7 +228,7 @@ class ScriptRun:
                 return module(*args, **kwargs)
         elif reason:
             self._left[name, _caller(), reason] += 1
-        with INSIDE.entered(self):
+        with INSIDE.entered(call=self):
             return module._call_impl(*args, **kwargs)
 
     def _why_not(self, module: nn.Module) -> str | None:
@@ -320,12 +313,6 @@ def _name(model: Any) -> str:
 def _in_autocast(module: nn.Module) -> bool:
     first = next(module.parameters(), None)
     return first is not None and is_in_autocast(first.device.type)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """True for what calls the model that it holds, in each process of several."""
-    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-    return is_ddp or type(module).__name__ == "FullyShardedDataParallel"
 
 
 def _scalers(made: list[GradScaler]) -> tuple[type[GradScaler], type[GradScaler]]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +103,31 @@ def _widened_values(values: Mapping[Any, Any], low: torch.dtype) -> dict[Any, An
     }
 
 
-_HERE = threading.local()  # what a thread does, beside others
+class _Inside(threading.local):
+    """What a thread is inside of.
+
+    Attributes:
+        call: the call that decides how the modules run which are called inside of it.
+        kind: the device type of a region of torch.autocast in which backwards are tried.
+        seen: gets Dynamo's records.
+    """
+
+    call: Any = None
+    kind: str | None = None
+    seen: Seen | None = None
+
+    @contextmanager
+    def entered(self, **now: Any) -> Generator[None]:
+        """Be inside of these."""
+        before = {name: getattr(self, name) for name in now}
+        vars(self).update(now)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+INSIDE = _Inside()
 
 # Try the backward of custom autograd functions under torch.autocast, before a training step runs it.
 
@@ -116,20 +140,17 @@ def backwards_tried(kind: str) -> Generator[None]:
     and then it is too late to run in float32. So it is tried on copies, with gradients of zero. torch's own functions
     are left out: that of activation checkpointing would run a part of the model again.
     """
-    before, _HERE.kind = getattr(_HERE, "kind", None), kind
-    try:
-        with _TRYING, _NoSparse():
-            yield
-    finally:
-        _HERE.kind = before
+    with INSIDE.entered(kind=kind), _TRYING, _NoSparse():
+        yield
 
 
 def _applied_on_trial() -> AbstractContextManager[object]:
     original: Any = Function.__dict__["apply"].__func__
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        kind = getattr(_HERE, "kind", None)  # None: another thread tries
-        if kind is not None and not function.__module__.startswith("torch.") and not _cannot_try():
+        kind = INSIDE.kind  # None: another thread tries
+        cannot_try = torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active()
+        if kind is not None and not function.__module__.startswith("torch.") and not cannot_try:
             any_gradient = not torch.is_grad_enabled()
             with random_numbers_kept(), own_thread_state(), torch.enable_grad():
                 copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=any_gradient), args)
@@ -140,10 +161,6 @@ def _applied_on_trial() -> AbstractContextManager[object]:
 
 
 _TRYING = Shared(_applied_on_trial)
-
-
-def _cannot_try() -> bool:
-    return torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def _copy(tensor: Tensor, any_gradient: bool) -> Tensor:
@@ -180,24 +197,14 @@ class Seen:
     code: Any = None
 
 
-@contextmanager
-def noted(seen: Seen) -> Generator[None]:
-    """Add to ``seen`` what Dynamo records of this thread, by :func:`noting`, outside of calls inside."""
-    before, _HERE.seen = getattr(_HERE, "seen", None), seen
-    try:
-        yield
-    finally:
-        _HERE.seen = before
-
-
 def noting(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``capture``, which Dynamo calls in one thread at a time, with its records noted for :func:`noted`."""
+    """Return ``capture``, which Dynamo calls in one thread at a time, with its records added to ``INSIDE.seen``."""
 
     @wraps(capture)
     def noting_capture(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.utils import graph_break_reasons
 
-        seen = getattr(_HERE, "seen", None) or Seen()
+        seen = INSIDE.seen or Seen()
         seen.code = args[0]
         moment, broken = time.time_ns() // 1000, len(graph_break_reasons)  # as Dynamo's records have the time
         try:
@@ -225,11 +232,6 @@ def whole(model: nn.Module, reason: str = "there is nothing that it captures") -
 
 def no_call() -> None:
     """Return what a module without a call of its own has."""
-
-
-def skipped_in(records: Sequence[Any], model: nn.Module) -> list[SkippedCode]:
-    """Return what Dynamo has skipped in a call of ``model``, from its records."""
-    return [_skipped(one, model) for one in records]
 
 
 # Dynamo skips code for all models of the process once it has failed in one, and says so only then: threads, and codes.
@@ -301,10 +303,9 @@ def compiler_is_off() -> str | None:
 def look_again(since: int, known: Sequence[SkippedCode]) -> None:
     """Let Dynamo look again at code that it has skipped in another model: it would skip it unsaid in the next, too.
 
-    Args:
-        since: a result of :func:`skips`; 0 for all code that has no graphs, also of models that others have compiled,
-            or as many as Dynamo allows.
-        known: what is skipped in the model that is called next, and told.
+    That is code skipped ``since`` a result of :func:`skips`; since 0 all code that has no graphs, also of models that
+    others have compiled, or as many as Dynamo allows. But not what is ``known`` in the model that is called next, and
+    told.
     """
     from torch._C._dynamo import eval_frame
     from torch._dynamo import config
@@ -334,7 +335,8 @@ def _failures() -> Iterator[Any]:
     return (one for one in get_compilation_metrics() if one.fail_type is not None)
 
 
-def _skipped(record: Any, model: nn.Module) -> SkippedCode:
+def skipped_in(record: Any, model: nn.Module) -> SkippedCode:
+    """Return what Dynamo has skipped in a call of ``model``, from its record."""
     reason = str(record.fail_reason).partition("\n")[0] or str(record.fail_type)
     name = plain_name(str(record.co_name))
     reason += _in_which_hook(reason, record.fail_user_frame_filename, record.fail_user_frame_lineno, model)
@@ -352,11 +354,7 @@ _BACKWARD_HOOKS = "Module-level backwards hooks"
 def _in_which_hook(reason: str, file: str | None, line: int | None, model: nn.Module) -> str:
     """Say which hook, of which module, makes Dynamo skip code; else in which line it is. Empty for other reasons.
 
-    Args:
-        reason: Dynamo's own.
-        file: of the innermost line that Dynamo has looked at.
-        line: that line.
-        model: the model that was called.
+    The reason is Dynamo's own; file and line are of the innermost line that it has looked at.
     """
     named = list(model.named_modules())
     if _BACKWARD_HOOKS in reason:
@@ -413,40 +411,97 @@ def modules_of(model: nn.Module, skipped: SkippedCode) -> list[nn.Module]:
     return [module for module in model.modules() if holds(forward_code(module), skipped.file, skipped.line)]
 
 
-class _Inside(threading.local):
-    """Knows of each thread the call that decides how the modules run which are called inside of it."""
-
-    call: Any = None
-
-    @contextmanager
-    def entered(self, call: Any) -> Generator[None]:
-        """Be inside ``call``."""
-        before, self.call = self.call, call
-        try:
-            yield
-        finally:
-            self.call = before
+# Run what is not converted under torch.autocast, or in float32 where that fails.
 
 
-INSIDE = _Inside()
+def graph_in_autocast(module: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
+    """Return a copy of ``module`` whose nodes run in a region of torch.autocast."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    region: fx.Node | None = None
+    for node in module.graph.nodes:
+        if region is None and node.op not in ("placeholder", "get_attr"):
+            region = graph.call_function(torch.amp.autocast_mode._enter_autocast, (kind, low, True, None))
+        if node.op == "output":
+            graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+@contextmanager
+def autocast_as_before(kind: str) -> Generator[None]:
+    """Leave the regions of torch.autocast, and those of torch.func, that what fails inside has entered by itself."""
+    functorch: Any = cast("Any", torch._C)._functorch
+    depth, levels = _depth(), functorch.get_dynamic_layer_stack_depth()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    try:
+        yield
+    except FAILURES:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
+        if not depth:
+            torch.clear_autocast_cache()
+        raise
+
+
+def _depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def float32_where_it_fails(
+    run: Callable[..., Any], exact: Callable[..., Any], kind: str, what: str
+) -> Callable[..., Any]:
+    """Return a call of ``run``, which is under torch.autocast, and of ``exact`` from its first failure on.
+
+    In the call that fails it has run twice, in part. That ``what`` fails is told.
+    """
+    is_float32 = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_float32
+        failure: Exception | None = None
+        if not is_float32:
+            try:
+                with autocast_as_before(kind):
+                    return run(*args, **kwargs)
+            except FAILURES as error:
+                failure = error
+        with torch.autocast(kind, enabled=False):
+            result = exact(*args, **kwargs)  # if the model itself fails, this does too
+        if failure is not None:
+            is_float32 = True
+            warn_of_failure(what, failure)
+        return result
+
+    return call
+
+
+def warn_of_failure(what: str, failure: Exception) -> None:
+    """Say that what failed under torch.autocast runs in float32."""
+    said = str(failure).partition("\n")[0]
+    told = f"{what} fails under torch.autocast ({said}), and runs in float32 from now on."
+    warnings.warn(told, UncapturedGraphWarning, stacklevel=5)
 
 
 class InAutocast:
     """The call of a module, and of those in it, in a region of torch.autocast, which Dynamo leaves alone.
 
     It returns float32 where it returned 16 bits, to fit what is around it. Copies and pickles of the module lack it.
-    What fails in the region, but not in float32, runs in float32 from then on, and that is told. In that call it has
-    run twice, in part.
+    What fails in the region, but not in float32, runs in float32 from then on (:func:`float32_where_it_fails`).
     """
 
     def __init__(self, module: nn.Module, name: str, kind: str, low: torch.dtype) -> None:
-        self.module, self.name, self.kind, self.low = module, name, kind, low
-        self.is_float32 = self.is_tried = False
-        self._uncaptured = torch.compiler.disable(self._run)
+        self.kind, self.low, self.is_tried = kind, low, False
+        self._exact: Any = cast("Any", module)._call_impl
+        self._uncaptured = torch.compiler.disable(float32_where_it_fails(self._run, self._exact, kind, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        with INSIDE.entered(INSIDE.call or self):
+        with INSIDE.entered(call=INSIDE.call or self):
             return self._uncaptured(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -454,25 +509,10 @@ class InAutocast:
         return no_call, ()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        call: Any = cast("Any", self.module)._call_impl
-        failure: Exception | None = None
-        if not self.is_float32:
-            try:
-                with (
-                    torch.autocast(self.kind, self.low),
-                    nullcontext() if self.is_tried else backwards_tried(self.kind),
-                ):
-                    returned = call(*args, **kwargs)
-                self.is_tried = True
-                return in_float32(returned, self.low, (args, kwargs))
-            except FAILURES as error:
-                failure = error
-        with torch.autocast(self.kind, enabled=False):
-            returned = call(*args, **kwargs)  # if the model itself fails, this does too
-        if failure is not None:
-            self.is_float32 = True
-            warn_of_failure(self.name, failure)
-        return returned
+        with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else backwards_tried(self.kind):
+            returned = self._exact(*args, **kwargs)
+        self.is_tried = True
+        return in_float32(returned, self.low, (args, kwargs))
 
 
 class _NoSparse(TorchDispatchMode):
@@ -490,10 +530,3 @@ class _NoSparse(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves):
             raise RuntimeError("sparse tensors have no gradients there")
         return func(*args, **(kwargs or {}))
-
-
-def warn_of_failure(what: str, failure: Exception) -> None:
-    """Say that what failed under torch.autocast runs in float32."""
-    said = str(failure).partition("\n")[0]
-    told = f"{what} fails under torch.autocast ({said}), and runs in float32 from now on."
-    warnings.warn(told, UncapturedGraphWarning, stacklevel=5)

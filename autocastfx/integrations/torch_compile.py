@@ -22,8 +22,4 @@ def compile_graph(
     return CompileBackend(**(options or {}))(module, inputs)
 
 
-def _is_by_name(backend: object) -> bool:
-    return backend is compile_graph
-
-
-watch(_is_by_name)
+watch(lambda backend: backend is compile_graph)

@@ -104,10 +104,9 @@ def bisect(
         return search_order(first, places, inputs_of(example_inputs, kwargs) if is_given else None)
 
     plan, places = first.plan, places_of(first.plan)
-    kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
-    evaluations = Evaluations.of(
-        Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
-    )
+    search: dict[str, Any] = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
+    search["places"] = [str(place) for place in places]
+    evaluations = Evaluations.of(Path(state) if state is not None else None, search)
     return _Search(plan, make, metric, evaluations, report).run(places, order, tolerance)
 
 
@@ -138,15 +137,11 @@ def places_of(plan: Plan) -> tuple[OpInModule, ...]:
 
 
 def search_order(amp_model: AmpModule, places: Sequence[OpInModule], call: Call | None) -> tuple[OpInModule, ...]:
-    """Return ``places`` in the order of preference among those that mend a metric alike.
+    """Return ``places`` of a model's plan in the order of preference among those that mend a metric alike.
 
-    First come those of the node at which a call overflows; then those of larger predicted errors, where the plan has
-    any; then those that move fewer bytes, which float32 doubles; then those that come earlier in the graph.
-
-    Args:
-        amp_model: with these places in 16 bits.
-        places: of its plan.
-        call: positional and keyword arguments; None: no call is looked at.
+    First come those of the node at which ``call``, if there is one, overflows; then those of larger predicted errors,
+    where the plan has any; then those that move fewer bytes, which float32 doubles; then those that come earlier in the
+    graph.
 
     Raises:
         NodeError: a node raises in the call.
@@ -255,15 +250,11 @@ class OutputDistance:
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "error", seed: int = 0
     ) -> None:
-        """Run the float32 ``model``.
+        """Run the float32 ``model``, in the mode to measure.
 
-        Args:
-            model: the float32 model, in the mode to measure.
-            args: positional inputs of the call.
-            kwargs: keyword inputs of the call.
-            kind: ``"error"``, the distance in the 2-norm relative to the norm of the float32 tensor, infinite if values
-                overflow; or ``"difference"``, the largest difference of an element.
-            seed: seed of the random numbers of each call.
+        Of the kind ``"error"`` a distance is in the 2-norm, relative to the norm of the float32 tensor, and infinite if
+        values overflow; of ``"difference"`` it is the largest difference of an element. ``seed`` is of the random
+        numbers of each call.
 
         Raises:
             BisectError: the output holds no floating-point tensor.
@@ -366,13 +357,7 @@ class _Search:
 
 
 def op_list_of(places: Sequence[OpInModule], plan: Plan, reason: str = "tried by bisection") -> OpList:
-    """Make an op list that runs the places in float32.
-
-    Args:
-        places: ops inside modules.
-        plan: without the list.
-        reason: the reason of the rules.
-    """
+    """Make an op list that runs the places in float32, where ``plan`` is the one without it."""
     low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
     root, modules = rules_over(node for node in low if OpInModule(node.module, node.op) in places)
     rules = [

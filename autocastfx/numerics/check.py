@@ -26,6 +26,7 @@ from autocastfx.errors import CalibrationError, UncapturedGraphWarning, Unsuppor
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.sensitivity import check_fits
+from autocastfx.numerics.time import in_autocast
 from autocastfx.options import DType
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
@@ -361,7 +362,7 @@ class _Checking:
             self.raised.append(behaviour.Difference("the converted model", f"raises {error}", trial.name))
             return
         try:
-            theirs = behaviour.behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
+            theirs = behaviour.behaviour_of(self.model, in_autocast(self.model, device.type, self.low), trial)
         except behaviour.CallError:  # torch.autocast's own, which is told as a failure
             theirs = None
         for name, errors in _errors(exact, ours, theirs):
@@ -422,14 +423,6 @@ def _ratio(plan: Plan, sensitivity: Sensitivity) -> float:
         return 0.0
     alone = rms(all_of - in_float8 for all_of, in_float8 in zip(whole, added(products), strict=True))
     return rms(whole) / alone if alone else 0.0
-
-
-def _under_autocast(model: nn.Module, device: str, low: torch.dtype) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, low):
-            return model(*args, **kwargs)
-
-    return call
 
 
 def _further(arguments: Any, modes: tuple[bool, ...]) -> Iterator[behaviour.Trial]:

@@ -164,9 +164,7 @@ class TargetDistance:
     def __call__(self, amp_model: nn.Module, low: torch.dtype) -> float:
         """Measure the root mean square over the batches; infinite if a value overflows.
 
-        Args:
-            amp_model: converted from the float32 model, with its parameters.
-            low: the 16-bit dtype, for the loss scale of gradients.
+        The model was converted from the float32 model, with its parameters, to the dtype ``low``.
         """
         distances: list[float] = []
         for i, (batch, (expected, norm, largest)) in enumerate(zip(self.batches, self._expected, strict=True)):

@@ -256,11 +256,8 @@ class _Search:
         self.known.note_vanished(replace(step, value=value))
 
     def proposal(self, first: Overflow, stopped: str = "") -> Overflow:
-        """The ``first`` fault, with one op list for all.
-
-        Args:
-            first: of precision.
-            stopped: the error at which the run ended; empty if it reached the output.
+        """The ``first`` fault of precision, with one op list for all, and the error at which the run ``stopped``, if it
+        did.
         """
         helped = [fault for fault in self.faults if op_list_for(fault.guilty)]
         fix = op_list_for(list({entry.name: entry for fault in helped for entry in fault.guilty}.values()))
@@ -377,12 +374,8 @@ class _Read(NamedTuple):
 
 
 def _reads(value: Any) -> tuple[_Read, ...]:
-    return tuple(_read(tensor) for tensor in floating(value) if tensor.numel())
-
-
-def _read(tensor: torch.Tensor) -> _Read:
-    lowest, highest = torch.aminmax(tensor)
-    return _Read(dtype_name(tensor.dtype), float(lowest), float(highest), _lost(tensor))
+    ends = ((t, torch.aminmax(t)) for t in floating(value) if t.numel())
+    return tuple(_Read(dtype_name(t.dtype), float(low), float(high), _lost(t)) for t, (low, high) in ends)
 
 
 def _lost(tensor: torch.Tensor) -> int:

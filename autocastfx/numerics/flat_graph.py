@@ -25,7 +25,6 @@ class FlatGraph:
     """A flattened copy of a graph.
 
     Attributes:
-        graph: the copy.
         names: names of its nodes as in a plan: ``subgraph/name`` for nodes of a sub-graph.
         regions: the modes that nodes of inlined sub-graphs run in, outermost first.
         held: values of ``get_attr`` nodes, by target; of generators of random numbers copies.
@@ -45,11 +44,9 @@ class FlatGraph:
 
 
 def flatten(graph: fx.Graph, read: _Read) -> FlatGraph:
-    """Inline the ``no_grad`` and ``torch.autocast`` regions of ``graph``.
+    """Inline the ``no_grad`` and ``torch.autocast`` regions of ``graph``, captured or converted, in a copy.
 
-    Args:
-        graph: captured or converted; not changed.
-        read: returns the value of a ``get_attr`` node, by target.
+    ``read`` returns the value of a ``get_attr`` node, by target.
     """
     flat = FlatGraph()
     flat.graph.output(_Writer(flat, read, "", ()).write(graph))

@@ -25,9 +25,6 @@ class FloatProduct:
     """A product of a node that can run in float8.
 
     Attributes:
-        node: of the plan.
-        product: which of its three.
-        flops: its operations.
         error: the squared relative error in float8.
         gain: the bytes moved in the time by which it is faster than in 16 bits, once its operands are quantised.
         reads: the quantised values that it reads, and the bytes that quantising each of them moves.
@@ -165,10 +162,8 @@ class Float8Search(PlanSearch):
             )
         chosen = choice.least_error(share * self._flops * (1 - 1e-9))
         if chosen is None:
-            most, kept_out = (
-                choice.worth(range(len(choice.candidates))) / self._flops,
-                self._kept_out.most_common(_MOST_REASONS),
-            )
+            most = choice.worth(range(len(choice.candidates))) / self._flops
+            kept_out = self._kept_out.most_common(_MOST_REASONS)
             said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
             others = len(self._kept_out) - len(kept_out)
             more = f"; and {others} other reasons" if others else ""
@@ -210,15 +205,10 @@ _OPERANDS = {  # of each product: the left and the right one, and where the oper
 def product_of(
     node: PlannedNode, product: Product, error: float, sizes: Sequence[int], made: fx.Node | None, gpu: Gpu
 ) -> FloatProduct:
-    """Return a product of a node, with what it gains by the roofline of a GPU.
+    """Return a product of a node that is planned in float8, with what it gains by the roofline of a GPU.
 
-    Args:
-        node: planned in float8.
-        product: one of its products.
-        error: the relative error in float8.
-        sizes: M, N and K, ``[M, K] @ [K, N]`` being the output's product.
-        made: the node of the converted graph, whose arguments say which values are shared; None: none are.
-        gpu: its rates.
+    The ``error`` is relative, and ``sizes`` are M, N and K, ``[M, K] @ [K, N]`` being the output's product. The
+    arguments of ``made``, the node of the converted graph, say which values are shared; None: none are.
     """
     m, n, k = sizes
     elements = {"input": m * k, "weight": n * k, "gradient": m * n}
@@ -251,13 +241,9 @@ def product_rules(
 ) -> OpList:
     """Return an entry for each module and op whose products could run in float8.
 
-    Args:
-        nodes: of a plan in which all products that can run in float8 do.
-        chosen: the keys of those that shall.
-        products: those that were measured.
-        recipe: of them, by name.
-        error: of which the reasons tell the products' parts, in words.
-        gpu: whose rates decided; the reasons tell where quantising alone takes longer than a product gains.
+    In the plan of ``nodes`` all products that can run in float8 do; those with the keys ``chosen`` shall. Reasons tell
+    the products' parts of ``error``, which is in words, and, if the rates of a GPU decided, where quantising alone
+    takes longer than a product gains.
     """
     parts: dict[object, list[FloatProduct]] = {}
     for one in products:

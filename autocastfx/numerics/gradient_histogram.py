@@ -91,9 +91,8 @@ class GradientHistogram:
             CalibrationError: none was recorded.
             ValueError: ``loss_scale`` is no power of two.
         """
-        margin = (self.activations + self.weights).margin(
-            self.suggested_loss_scale() if loss_scale is None else loss_scale
-        )
+        scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
+        margin = (self.activations + self.weights).margin(scale)
         if margin is None:
             raise CalibrationError(_NOTHING)
         return margin
@@ -109,7 +108,33 @@ class GradientHistogram:
             ValueError: ``loss_scale`` is no power of two.
         """
         scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        return table(self.activations, self.weights, self.values, scale)
+        activations, weights, values = self.activations, self.weights, self.values
+        lines = [f"{'gradients in float16':<24}{'unscaled':>12}{f'times {_power(scale)}':>14}"]
+        for title, part in (("activation gradients", activations), ("weight gradients", weights)):
+            lines.append(
+                f"{title}: {part.total:,}, largest {part.largest:.3g}; besides {part.zeros:,} zero, "
+                f"{part.non_finite:,} not finite"
+            )
+            for band, plain, scaled in zip(_BANDS, part.shares(), part.shares(scale), strict=True):
+                lines.append(f"  {band.title:<22}{_percent(plain):>12}{_percent(scaled):>14}")
+            lines += _margins(part, scale)
+        lines += ["", f"{'from':<8}{'activations':>12}{'weights':>12}"]
+        for exponent in _seen(activations, weights):
+            shares = [_share(part, exponent) for part in (activations, weights)]
+            bar = "#" * round(_WIDTH * max(shares))
+            lines.append(
+                f"{_power(2.0**exponent):<8}{_percent(shares[0]):>12}{_percent(shares[1]):>12}  {bar}".rstrip()
+            )
+        worst = sorted(values, key=lambda name: -values[name].shares().zero)[:_ROWS]
+        lost = [name for name in worst if values[name].shares().zero > 0]
+        if lost:
+            width = max(map(len, lost)) + 2
+            lines += ["", "activation gradients that lose most:"]
+            lines.append(f"  {'value':<{width}}{'zero unscaled':>14}{f'times {_power(scale)}':>14}")
+            for name in lost:
+                plain, scaled = values[name].shares().zero, values[name].shares(scale).zero
+                lines.append(f"  {name:<{width}}{_percent(plain):>14}{_percent(scaled):>14}")
+        return "\n".join(lines) + "\n"
 
     def plot(self, path: str | os.PathLike[str], loss_scale: float | None = None) -> None:
         """Write a picture of the histogram without a loss scale and with one. Needs the extra ``plot`` (matplotlib).
@@ -124,7 +149,33 @@ class GradientHistogram:
             ValueError: ``loss_scale`` is no power of two.
         """
         scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        plot(self.activations, self.weights, scale, path)
+        activations, weights = self.activations, self.weights
+        shift = shift_of(scale)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError(
+                "a picture needs matplotlib, which is not installed: pip install 'autocastfx[plot]', or use table()."
+            ) from error
+        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        axes: Any = figure.subplots(2, 2, sharex=True, sharey="row")
+        exponents = _seen(activations, weights)
+        ends = [-29, 17, *exponents, *(e + shift for e in exponents)]
+        span = (min(ends) - 2, max(ends) + 3)
+        for row, (title, part) in zip(
+            axes, (("Activation gradients", activations), ("Weight gradients", weights)), strict=True
+        ):
+            for axis, factor in zip(row, (1.0, scale), strict=True):
+                _draw(axis, part, factor, span)
+            row[0].set_ylabel(f"{title}\n% of those not zero")
+        axes[0][0].set_title("Without a loss scale", fontweight="bold")
+        axes[0][1].set_title(f"Times a loss scale of {_math(shift)}", fontweight="bold")
+        for axis in axes[1]:
+            axis.set_xlabel("Magnitude")
+        figure.suptitle("Gradients by magnitude, and what float16 makes of them")
+        keys = [axes[0][0].bar([0], [0], color=b.colour, hatch=b.hatch, edgecolor="white") for b in _BANDS]
+        figure.legend(keys, [b.title for b in _BANDS], loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path, dpi=150)
 
     def to_json(self) -> str:
         """Everything that was recorded as JSON text, by the names of the attributes."""
@@ -185,34 +236,6 @@ _LEAST = 0.0005  # the smallest share that rounds to 0.1 %
 _EDGES = (-25, -14, 16)
 
 
-def table(activations: Exponents, weights: Exponents, values: Mapping[str, Exponents], loss_scale: float) -> str:
-    """Write shares with and without ``loss_scale``, shares by power of two, and the values that lose most to zero."""
-    lines = [f"{'gradients in float16':<24}{'unscaled':>12}{f'times {_power(loss_scale)}':>14}"]
-    for title, part in (("activation gradients", activations), ("weight gradients", weights)):
-        lines.append(
-            f"{title}: {part.total:,}, largest {part.largest:.3g}; besides {part.zeros:,} zero, "
-            f"{part.non_finite:,} not finite"
-        )
-        for band, plain, scaled in zip(_BANDS, part.shares(), part.shares(loss_scale), strict=True):
-            lines.append(f"  {band.title:<22}{_percent(plain):>12}{_percent(scaled):>14}")
-        lines += _margins(part, loss_scale)
-    lines += ["", f"{'from':<8}{'activations':>12}{'weights':>12}"]
-    for exponent in _seen(activations, weights):
-        shares = [_share(part, exponent) for part in (activations, weights)]
-        bar = "#" * round(_WIDTH * max(shares))
-        lines.append(f"{_power(2.0**exponent):<8}{_percent(shares[0]):>12}{_percent(shares[1]):>12}  {bar}".rstrip())
-    worst = sorted(values, key=lambda name: -values[name].shares().zero)[:_ROWS]
-    lost = [name for name in worst if values[name].shares().zero > 0]
-    if lost:
-        width = max(map(len, lost)) + 2
-        lines += ["", "activation gradients that lose most:"]
-        lines.append(f"  {'value':<{width}}{'zero unscaled':>14}{f'times {_power(loss_scale)}':>14}")
-        for name in lost:
-            plain, scaled = values[name].shares().zero, values[name].shares(loss_scale).zero
-            lines.append(f"  {name:<{width}}{_percent(plain):>14}{_percent(scaled):>14}")
-    return "\n".join(lines) + "\n"
-
-
 def _margins(part: Exponents, loss_scale: float) -> Iterator[str]:
     """Yield the distances from float16's limits, in powers of two."""
     plain, scaled = part.margin(), part.margin(loss_scale)
@@ -222,40 +245,6 @@ def _margins(part: Exponents, loss_scale: float) -> Iterator[str]:
     yield f"  powers of two left, {ends}; below 0: beyond the limit"
     for title, name in (("to infinite", "to_infinite"), ("to denormal", "to_denormal"), ("to zero", "to_zero")):
         yield f"    {title:<20}{getattr(plain, name):>12}{getattr(scaled, name):>14}"
-
-
-def plot(activations: Exponents, weights: Exponents, loss_scale: float, path: str | os.PathLike[str]) -> None:
-    """Draw both histograms, unscaled on the left and times ``loss_scale`` on the right.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    shift = shift_of(loss_scale)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "a picture needs matplotlib, which is not installed: pip install 'autocastfx[plot]', or use table()."
-        ) from error
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
-    axes: Any = figure.subplots(2, 2, sharex=True, sharey="row")
-    exponents = _seen(activations, weights)
-    ends = [-29, 17, *exponents, *(e + shift for e in exponents)]
-    span = (min(ends) - 2, max(ends) + 3)
-    for row, (title, part) in zip(
-        axes, (("Activation gradients", activations), ("Weight gradients", weights)), strict=True
-    ):
-        for axis, scale in zip(row, (1.0, loss_scale), strict=True):
-            _draw(axis, part, scale, span)
-        row[0].set_ylabel(f"{title}\n% of those not zero")
-    axes[0][0].set_title("Without a loss scale", fontweight="bold")
-    axes[0][1].set_title(f"Times a loss scale of {_math(shift)}", fontweight="bold")
-    for axis in axes[1]:
-        axis.set_xlabel("Magnitude")
-    figure.suptitle("Gradients by magnitude, and what float16 makes of them")
-    keys = [axes[0][0].bar([0], [0], color=b.colour, hatch=b.hatch, edgecolor="white") for b in _BANDS]
-    figure.legend(keys, [b.title for b in _BANDS], loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
 
 
 def _draw(axis: Any, part: Exponents, scale: float, span: tuple[int, int]) -> None:

@@ -253,13 +253,10 @@ class NodeEffects:
 
 
 def write_out_of_place(flat: FlatGraph) -> None:
-    """Replace the ops in ``flat``, in place.
+    """Replace the ops in ``flat``, in place; ``flat.ops`` keeps the names that they had.
 
     A storage keeps its writers if one of them has no op to take its place, or if its values from before a write are
     read later: those show the write.
-
-    Args:
-        flat: a graph; ``flat.ops`` keeps the names that ops had.
     """
     order = {node: i for i, node in enumerate(flat.graph.nodes)}
     for shared in {one.root: one for one in alias_sets(flat.graph).values()}.values():
@@ -296,12 +293,9 @@ _KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
 
 
 def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Return what rounding to ``low`` changes; nothing where the value is infinite.
+    """Return what rounding a float32 ``value`` to ``low`` changes; nothing where it is infinite.
 
-    Args:
-        value: in float32.
-        low: the 16-bit dtype.
-        scale: a power of two by which the value is multiplied to be held in ``low``.
+    It is multiplied by ``scale``, a power of two, to be held in ``low``.
     """
     scaled, most = _times(value, scale), torch.finfo(low).max
     changed = scaled.clamp(-most, most).to(low).float().sub_(scaled)
@@ -337,11 +331,8 @@ class Roundings:
     _kept: dict[tuple[int, float], torch.Tensor] = field(default_factory=dict[tuple[int, float], torch.Tensor])
 
     def __call__(self, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return the change, in bfloat16, in the shape of ``value``.
-
-        Args:
-            value: in float32. The caller holds it as long as others are asked for.
-            scale: as for :func:`rounding`.
+        """Return the change of a float32 ``value``, in bfloat16, in its shape. The caller holds it as long as others
+        are asked for.
         """
         storage = value.untyped_storage()
         key = (storage._cdata, scale)
@@ -357,7 +348,6 @@ class Replay:
 
     Attributes:
         ports: the inputs that a node takes in float32, and its operator in 16 bits.
-        low: the 16-bit dtype.
         scale: of the gradients, a power of two: what a loss scale does.
     """
 
@@ -372,13 +362,10 @@ class Replay:
         reads: Sequence[Read],
         gradients: Sequence[torch.Tensor | None] = (),
     ) -> KernelDifference:
-        """Run ``node`` twice.
+        """Run ``node``, of a captured graph, twice.
 
-        Args:
-            node: of a captured graph.
-            values: what a node gave in float32.
-            reads: its float32 reads, in order.
-            gradients: the gradient by each float32 tensor that it gives; empty: run forwards alone.
+        ``values`` tells what a node gave in float32, ``reads`` are this one's float32 reads, in order, and
+        ``gradients`` are by each float32 tensor that it gives; without any it runs forwards alone.
 
         Raises:
             Exception: whatever the 16-bit kernel raises.
@@ -405,13 +392,8 @@ class Replay:
         inputs: Mapping[Use, torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients by ``inputs`` in float32.
-
-        Args:
-            node: as above.
-            values: as above.
-            inputs: what each of its float32 reads gets, in order.
-            gradients: as above.
+        """Return the gradients by ``inputs``, what each float32 read gets in order, in float32; the rest is as for a
+        call.
         """
         return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
 
@@ -463,12 +445,6 @@ def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: 
     """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
 
     Zeros are left out, which a ReLU gives for all that is below, and so are masks.
-
-    Args:
-        ops: names of ops.
-        amp_model: converted.
-        args: of the call, by position.
-        kwargs: of the call, by keyword.
     """
     if not any(base_name(node.op) in ops for variant in amp_model.variants for node in variant.plan.nodes):
         return {}
@@ -509,29 +485,18 @@ def jumps(
 ) -> dict[int, torch.Tensor]:
     """Return by how much the gradients by what ``node`` reads switch, for each unit of error there.
 
-    Random changes of size ``error`` of what it reads make the gradients of some elements jump. These jumps, over
-    ``error``, tell what another change does: times that, and added up with random signs, they have the mean square of
-    its share in the jumps, if all changes together have the size ``error``.
-
-    Args:
-        replay: runs the node.
-        node: one whose gradient switches.
-        values: what a node gave in float32.
-        reads: its float32 reads, in order.
-        gradients: the gradient by each float32 tensor that it gives.
-        error: the root mean square of the changes.
-
-    Returns:
-        By the place of a read, in bfloat16.
+    Random changes of what it reads, whose root mean square is ``error``, make the gradients of some elements jump.
+    These jumps, over ``error``, tell what another change does: times that, and added up with random signs, they have
+    the mean square of its share in the jumps, if all changes together have the size ``error``. They are in bfloat16, by
+    the place of a read. Other arguments are as for a call of :class:`Replay`.
     """
     inputs = {read.use: values(read.use.node).detach() for read in reads}
     before = replay.gradients(node, values, inputs, gradients)
     gradient_jumps: dict[int, torch.Tensor] = {}
     for read in reads:
         given = inputs[read.use]
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place), device="cpu").to(
-            given.device
-        )
+        generator = torch.Generator().manual_seed(read.place)
+        noise = torch.randn(given.shape, generator=generator, device="cpu").to(given.device)
         moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
         here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
         if here is not None and there is not None:

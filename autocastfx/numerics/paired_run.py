@@ -162,7 +162,6 @@ class Side(NodeRun):
     """Runs a graph node by node, with its own random numbers, and frees values after their last use.
 
     Attributes:
-        flat: the graph.
         ahead: its nodes that have not run yet.
         tape: records autograd's functions by node, to run backwards; None without gradients.
     """
@@ -269,17 +268,13 @@ def run_side_by_side(
 ) -> PairedRun:
     """Make ready to run the variant that fits the call, one node a step, and with it the graph that it was made from.
 
-    Each graph starts from the present random state. Of both, only the values that are still to be read are kept.
-    Neither the call's tensors nor parameters and buffers are written into: what would be is copied first.
+    Each graph starts from the present random state. Of both, only the values that are still to be read are kept, and
+    with ``gradients`` what a backward pass needs. Neither the call's tensors nor parameters and buffers are written
+    into: what would be is copied first.
 
-    Args:
-        model: the float32 original, which gives the float32 values; None: the captured graph, if it is at hand, on the
-            parameters of ``amp_model``.
-        amp_model: what ``convert`` returned.
-        args: of the call, by position.
-        kwargs: of the call, by keyword.
-        ask: of each input of a node of the converted graph, before that runs; see ``Step.before``.
-        gradients: keep what a backward pass needs.
+    ``model`` is the float32 original, which gives the float32 values; None: the captured graph, if it is at hand, on
+    the parameters of ``amp_model``. ``ask`` is asked of each input of a node of the converted graph, before that runs;
+    see ``Step.before``.
 
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
@@ -337,17 +332,8 @@ def run_side_by_side(
 def _captured_call(
     model: nn.Module, leaves: tuple[str, ...], modes: Sequence[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Captured, Call, dict[str, Any]]:
-    """Capture one call of a model, in these modes of its modules; the call does nothing else.
-
-    Args:
-        model: stays as it is.
-        leaves: paths of functions that stay whole.
-        modes: of the modules.
-        args: of the call, by position.
-        kwargs: of the call, by keyword.
-
-    Returns:
-        The graph, and what it is given, as by :meth:`CapturedGraph.given`.
+    """Return the graph of one call of a model, in these modes of its modules, and what it is given, as by
+    :meth:`CapturedGraph.given`. The call does nothing else; functions at the paths ``leaves`` stay whole.
     """
     amp_model = view(Captures(model, CallSignature.of(model.forward), functions_at(leaves)), None, None, leaves)
     modules = list(model.modules())
@@ -429,17 +415,15 @@ class Gradients:
 
 
 def run_backwards(run: PairedRun, loss: Loss | None, scale: float, take: Callable[[Gradients], None]) -> None:
-    """Run both graphs backwards, after all steps of ``run``.
+    """Run both graphs backwards, after all steps of ``run``, which is one with gradients.
 
     torch's engine runs the latest functions first. As both graphs ran side by side, they run so backwards, too, and
     gradients of one graph do not wait long for those of the other. Of leaves that are not the graphs' own, as of a loss
     with parameters, no gradients are kept.
 
-    Args:
-        run: a run of both graphs, with gradients.
-        loss: a function from the model's output to one number; None: the sum of its floating-point tensors, in float32.
-        scale: the loss scale.
-        take: gets the gradients of each node, parameter and input that has some in both graphs.
+    ``loss`` turns the model's output into one number, before ``scale`` multiplies it; None: the sum of its
+    floating-point tensors, in float32. ``take`` gets the gradients of each node, parameter and input that has some in
+    both graphs.
 
     Raises:
         CalibrationError: the loss does not depend on anything that requires a gradient.

@@ -59,7 +59,6 @@ class PlanSearch:
         base: converted by the list to start from.
         variant: of it, the one that was measured.
         prices: what was measured, and the time of products.
-        low: the 16-bit dtype.
         start: the plan of the list to start from, with its predicted errors.
         cuts: by the price of an error, the best plan.
     """
@@ -333,19 +332,13 @@ _MOST_ROUNDS = 8
 def rules_for(
     wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity
 ) -> tuple[OpList, Plan]:
-    """Find rules by which a conversion places what it computes as ``wanted`` does.
+    """Find rules by which a conversion places what it computes as ``wanted`` does, and the plan that follows from them.
 
     A rule is added for each module and op that is placed otherwise without it. What one rule draws along may need
     another, so this is repeated until no rule is left to add.
 
-    Args:
-        wanted: the plan to say. Nodes of one module and op run in one precision.
-        start: the plan that follows from the base list alone.
-        convert: gives the plan that follows from rules laid over the base list.
-        sensitivity: for the reasons.
-
-    Returns:
-        The rules, and the plan that follows from them.
+    Nodes of one module and op of ``wanted`` run in one precision. ``start`` follows from the base list alone, and
+    ``convert`` gives the plan that follows from rules laid over it. The sensitivity is for the reasons.
     """
     said, chosen = _Wanted(wanted, sensitivity), set[Group]()
     views = {group_of(node) for node in wanted.nodes if node.decision.category is Category.CLEAR}
@@ -431,16 +424,12 @@ _MOST_GROUPS = 16
 
 
 def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], Plan]) -> Iterator[Plan]:
-    """Yield plans of ever less error, each with one more module's op in float32.
+    """Yield plans of ever less error that move at most ``most`` bytes, each with one more module's op in float32.
 
     A minimum cut finds the plans on the convex hull of bytes and error alone, and adds up squared errors as if they
     were independent. Here an op counts by how much the plan's squared error falls without it, other errors included.
 
-    Args:
-        rules: laid over the base list.
-        plan: the plan that follows from them, with its predicted errors.
-        most: the most bytes that a plan may move.
-        convert: gives the plan that follows from rules laid over the base list.
+    ``convert`` gives the plan that follows from rules laid over the base list, as ``plan`` does from ``rules``.
     """
     tried: set[Group] = set()
     improved = True
@@ -486,16 +475,13 @@ _MOST_FURTHER_CUTS = 96
 
 
 def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, float], Plan]) -> Iterator[Plan]:
-    """Yield plans within a limit of bytes, each of less error than the one before.
+    """Yield plans that move at most ``most`` bytes, each of less error than the one before.
 
     A minimum cut finds the plans on the convex hull of bytes and squared error alone, and may leave much of a limit
     unused. With one op more in float32, the cuts of all other ops lie on another hull, and one may be nearer the limit.
 
-    Args:
-        plan: a cut within the limit.
-        price: the price of an error at which it was cut.
-        most: the most bytes that a plan may move.
-        cut: gives the plan of fewest bytes, by rules laid over the base list and a price of an error.
+    ``cut`` gives the plan of fewest bytes, by rules laid over the base list and a price of an error, as ``plan`` is one
+    at ``price``.
     """
     rules, cuts = OpList(), 0
     while True:

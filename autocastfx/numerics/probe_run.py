@@ -44,8 +44,6 @@ class ProbeRun:
     """One call of a captured graph. The caller's tensors get no gradients and are not written into.
 
     Attributes:
-        flat: the graph.
-        segments: of the graph.
         parameters: the caller's, of which gradients are wanted, by target, with a number that tied ones share.
         gradients: of the loss by the parameters, by number, once :meth:`differentiate` has run.
         largest: the largest absolute value among all gradients, likewise.
@@ -60,15 +58,9 @@ class ProbeRun:
         kept: float = 1.0,
         passed: float = 0.0,
     ) -> None:
-        """Run ``call``.
+        """Run ``call``, in as many segments as need the least memory, if none are given.
 
-        Args:
-            flat: the graph.
-            call: its inputs.
-            stays_float32: as for :class:`SegmentRun`.
-            segments: of the graph; by default as many as need the least memory.
-            kept: the number of tensors that will be kept for a value between segments, as for :func:`segments_of`.
-            passed: the number of further ones, likewise.
+        ``stays_float32`` is as for :class:`SegmentRun`, ``kept`` and ``passed`` are as for :func:`segments_of`.
         """
         tensors = {name: value for name, value in flat.held.items() if isinstance(value, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
@@ -155,11 +147,7 @@ class ProbeRun:
     def projections(
         self, seeds: Sequence[int], results: Sequence[torch.Tensor] = ()
     ) -> Iterator[tuple[SegmentRun, Project]]:
-        """Project the gradients found, or ``results``, on a direction for each seed, and differentiate the projections.
-
-        Args:
-            seeds: of the directions.
-            results: tensors of the output, instead of the gradients.
+        """Project the gradients found, or ``results`` of the output, on a direction for each seed, and derive that.
 
         Yields:
             Each segment's run, the last segment first, with a function that hands out the derivatives of the projection

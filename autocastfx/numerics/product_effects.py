@@ -47,16 +47,12 @@ def product_differences(
     gradient: torch.Tensor | None,
     returned: Container[tuple[fx.Node, int]],
 ) -> ProductDifferences | None:
-    """Compute the products of ``node`` twice from the same exact operands: in float8, and exactly.
+    """Compute the products of ``node``, of a captured graph, twice from the same exact operands: in float8, and
+    exactly.
 
-    Args:
-        recipe: one of :data:`RECIPES`, by name.
-        node: of a captured graph.
-        values: what a node gave, in float32.
-        reads: its float32 reads, in order.
-        gradient: of its value, in float32; None: only the output's product ran.
-        returned: nodes and places of the reads from where a gradient comes back: no product is computed for a frozen
-            weight.
+    ``values`` tells what a node gave, ``reads`` are the node's float32 reads, in order, and ``gradient`` is that of its
+    value, all in float32; without one only the output's product ran. ``returned`` holds nodes and places of the reads
+    from where a gradient comes back: no product is computed for a frozen weight.
 
     Returns:
         None if the node has no float8 products, whatever a list says: by its op, form or sizes.

@@ -80,10 +80,8 @@ class SavedSearch:
 
     Attributes:
         amp_model: converted with the placement that stays.
-        batches: to measure on.
         loss_fn, inputs: as for :func:`tune`.
         judge: measures the error on batches that were held out.
-        low: the 16-bit dtype.
     """
 
     amp_model: AmpModule
@@ -99,10 +97,8 @@ class SavedSearch:
     ) -> SavedChoice:
         """Find the rules that keep the fewest bytes within an error, or add the least error within bytes.
 
-        Args:
-            ratio: the most that the error may be, by that without any rules.
-            error: the most that it may be.
-            share: the most bytes, by what autograd keeps by itself.
+        ``ratio`` is the most that the error may be, by that without any rules, ``error`` the most that it may be, and
+        ``share`` the most bytes, by what autograd keeps by itself.
 
         Raises:
             SensitivityError: no rules keep so few bytes.

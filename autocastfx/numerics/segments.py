@@ -55,13 +55,16 @@ def _differentiating() -> Generator[None]:
 
 
 def differentiated(
-    roots: Sequence[torch.Tensor], by: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, again: bool
+    weighed: Sequence[tuple[torch.Tensor, torch.Tensor]], by: Sequence[torch.Tensor], *, again: bool
 ) -> Sequence[torch.Tensor | None]:
-    """Return the derivatives of ``roots``, each weighed with its ``given``, by tensors. They have none themselves.
+    """Return the derivatives of tensors, each weighed with another, by tensors. They have none themselves.
 
     Raises:
         NotDifferentiableError: an op's derivative has none.
     """
+    if not weighed or not by:
+        return ()
+    roots, given = zip(*weighed, strict=True)
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), _differentiating():
         return torch.autograd.grad(roots, by, given, retain_graph=again, allow_unused=True)
 
@@ -90,16 +93,13 @@ class Segment:
 
 
 def segments_of(graph: fx.Graph, shared: Mapping[fx.Node, Any], kept: float, passed: float) -> tuple[Segment, ...]:
-    """Divide ``graph`` so that running it needs the least memory, or little more with fewer segments.
+    """Divide a flat ``graph`` so that running it needs the least memory, or little more with fewer segments.
 
-    A storage that is written into is not divided. Of several segments, the last is the output alone, where it reads
-    single tensors.
+    A storage that is written into is not divided: ``shared`` has the values that share one. Of several segments, the
+    last is the output alone, where it reads single tensors.
 
-    Args:
-        graph: flat.
-        shared: its values that share a storage that is written into.
-        kept: the number of float32 tensors kept for each value that a segment gives, until the segment is done.
-        passed: the number of further ones, for a value that passes from earlier segments to the one that runs.
+    ``kept`` float32 tensors are kept for each value that a segment gives, until the segment is done, and ``passed``
+    further ones for a value that passes from earlier segments to the one that runs.
     """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     if any(isinstance(node.target, HigherOrderOperator) for node in nodes):
@@ -298,12 +298,9 @@ class SegmentRun:
     def run(
         self, segment: Segment, outside: Mapping[fx.Node, Any], parameters: Mapping[str, tuple[int, torch.Tensor]]
     ) -> None:
-        """Run the nodes.
+        """Run the nodes of a segment on the values ``outside`` that it reads.
 
-        Args:
-            segment: what to run.
-            outside: the values that it reads.
-            parameters: the attributes that gradients are wanted of, by target, with a number each.
+        ``parameters`` are the attributes that gradients are wanted of, by target, with a number each.
         """
         self._gives = segment.gives
         with derivable():
@@ -335,9 +332,8 @@ class SegmentRun:
         args: Any = tuple(map_arg(argument, take) for argument in node.args)
         kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
         regions = self.flat.regions.get(node, ())
-        stops = base_name(op_name(node)) == "detach" or any(
-            _sets_grad(one) and not cast("Any", one).args[0] for one in regions
-        )
+        is_detach = base_name(op_name(node)) == "detach"
+        stops = is_detach or any(_sets_grad(one) and not cast("Any", one).args[0] for one in regions)
         target = cast("Any", node.target)
         if target is torch.ops.aten.view.default and node not in self.shared:
             target = torch.ops.aten.reshape.default  # attention in its formula has other strides
@@ -346,7 +342,7 @@ class SegmentRun:
                 modes.enter_context(region())
             if (made := tensors(node)) and not any(map(_is_number, made)):
                 modes.enter_context(torch.no_grad())  # which an op that gives integers may insist on
-            made = args[0] if base_name(op_name(node)) == "detach" else target(*args, **kwargs)
+            made = args[0] if is_detach else target(*args, **kwargs)
         return pytree.tree_map(self._stopped, made) if stops else made
 
     def _tapped(self, node: fx.Node) -> Callable[[fx.Node], Any]:
@@ -424,10 +420,9 @@ class SegmentRun:
     ) -> None:
         """Run backwards to the leaves, by a way that can be differentiated again.
 
-        Args:
-            gradients: by values of the segment, of what later segments do with them.
-            carried: the inputs that depend on parameters; no gradients go to others.
-            loss: computed from the output, if its node is in the segment.
+        ``gradients`` are by values of the segment, of what later segments do with them; ``loss`` is computed from the
+        output, if its node is in the segment. No gradients go to inputs but those ``carried``, which depend on
+        parameters.
 
         Raises:
             NotDifferentiableError: an op's gradient is computed in a way that has no derivative.
@@ -454,13 +449,9 @@ class SegmentRun:
         self, of_inputs: Mapping[fx.Node, torch.Tensor], of_parameters: Mapping[int, torch.Tensor]
     ) -> dict[fx.Node, torch.Tensor]:
         """Return the tangents of the values that the segment gives, from those of what it reads and the direction."""
-        pairs, given = self._projected(of_inputs, of_parameters), list(self._given.values())
-        if not pairs or not given:
-            return {}
-        roots, by = zip(*pairs, strict=True)
         self._taken, self._is_first = Receivers(), False
-        derivatives = differentiated(roots, given, by, again=True)
-        return _known_of(self._given, derivatives)
+        pairs = self._projected(of_inputs, of_parameters)
+        return _known_of(self._given, differentiated(pairs, list(self._given.values()), again=True))
 
     def second_pass(
         self,
@@ -473,22 +464,14 @@ class SegmentRun:
     ) -> dict[fx.Node, torch.Tensor]:
         """Run backwards from the projection, and return its derivatives by the values that the segment reads.
 
-        Args:
-            roots: values that the segment gives, and the derivatives of the projection by them.
-            of_inputs: tangents of the values that it reads.
-            of_parameters: the direction.
-            taken: gets all derivatives.
-            again: another pass will follow.
+        ``roots`` are values that the segment gives, with the derivatives of the projection by them; ``of_inputs`` are
+        the tangents of those that it reads, and ``of_parameters`` is the direction. ``taken`` gets all derivatives.
         """
         self._taken, self._is_first = taken, False
         pairs = [(value, by.to(value.dtype)) for value, by in roots if value.requires_grad]
         pairs += self._projected(of_inputs, of_parameters)
         leaves = [*self.inputs.values(), *self._leaves, *self._given.values()]
-        if not pairs or not leaves:
-            return {}
-        ends, given = zip(*pairs, strict=True)
-        derivatives = differentiated(ends, leaves, given, again=again)
-        return _known_of(self.inputs, derivatives)  # the first leaves
+        return _known_of(self.inputs, differentiated(pairs, leaves, again=again))  # the first leaves
 
     def forget(self) -> None:
         """Free what derivatives do not need."""
@@ -500,9 +483,8 @@ class SegmentRun:
     def close(self) -> None:
         """Free all values: they hold hooks, and those the run."""
         self._taken, self.output = Receivers(), None
-        for collection in (self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given):
-            collection.clear()
-        for collection in (self.to_inputs, self.to_parameters, self._leaves):
+        by_key = self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given
+        for collection in (*by_key, self.to_inputs, self.to_parameters, self._leaves):
             collection.clear()
 
     def _projected(

@@ -190,13 +190,10 @@ class Measuring:
         self.found = one if self.found is None else self.found.merged(one)
 
     def _with_jumps(self, one: Sensitivity, variant: Variant, batch: Any, share: float) -> Sensitivity:
-        """Add the errors of the converted model, predicted and true, as if its changes had been as large as ours.
+        """Add the errors of the converted model on ``batch``, predicted and true, as if its changes had been as large
+        as ours.
 
-        Args:
-            one: measured on the batch.
-            variant: converted, which the batch takes.
-            batch: to measure on.
-            share: by how much it changes what jumps, over by how much that was changed to see jumps, squared.
+        ``share`` is by how much it changes what jumps, over by how much that was changed to see jumps, squared.
         """
         original = self.amp_model._original
         converter = replace(cast("Converter", original.converter), prices=Prices(one))

@@ -83,12 +83,12 @@ def time(
     # convert and compile all sides, then let them take turns
     with _left_as_it_is(model):
         is_trained = model.training and any(p.requires_grad for p in model.parameters())
-        calls: dict[str, Callable[..., Any]] = {FLOAT32: model, AUTOCAST: _in_autocast(model, device.type, low)}
+        calls: dict[str, Callable[..., Any]] = {FLOAT32: model, AUTOCAST: in_autocast(model, device.type, low)}
         for name, given in _OPTIONS.items():
             how: dict[str, Any] = {"op_list": op_list, "check": False, **options, **given}
             calls[name] = convert(model, args, kwargs or None, dtype=low, **how)
         if compiled:
-            calls[COMPILED_AUTOCAST] = _in_autocast(torch.compile(model), device.type, low)
+            calls[COMPILED_AUTOCAST] = in_autocast(torch.compile(model), device.type, low)
             calls[COMPILED] = torch.compile(calls[DEFAULT])
         steps = {
             name: partial(_step, model, call, args, kwargs, partial(_loss, batch, loss_fn) if is_trained else None)
@@ -119,7 +119,9 @@ def _left_as_it_is(model: nn.Module) -> Generator[None]:
                     buffer.copy_(values)
 
 
-def _in_autocast(model: Callable[..., Any], device: str, low: torch.dtype) -> Callable[..., Any]:
+def in_autocast(model: Callable[..., Any], device: str, low: torch.dtype) -> Callable[..., Any]:
+    """Return calls of a model in a region of torch.autocast, which may fail at a call alone."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, low):
             return model(*args, **kwargs)

@@ -31,7 +31,7 @@ from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.float8 import RECIPES, recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import unmatched_in
-from autocastfx.report.front_picture import Front, front_picture
+from autocastfx.report.front_picture import front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.operators.float8 import missing_products
@@ -125,11 +125,9 @@ def tune(
     # the list to start from, and the one whose error is the budget
     base = converted(op_list)
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
-    low = low_dtype(base.plan.low)
+    low, converter = low_dtype(base.plan.low), cast("Converter", base._original.converter)
     if recipe:
-        _check_products(
-            low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list, recipe
-        )
+        _check_products(low, torch.device(base.plan.device), converter.op_list, recipe)
     # what 16 bits cost at each node: measured here, or checked to be of the same thing
     if sensitivity is None:
         measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
@@ -145,7 +143,7 @@ def tune(
             f"{base.plan.low}{ours}: measure it alike."
         )
     else:
-        refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
+        refuse_unpredicted(converter, sensitivity.float8)
         for category, message in unmatched_in(base, sensitivity=sensitivity):
             warnings.warn(message, category, stacklevel=2)
     # the cheapest plan within the limit, each candidate judged on batches that were not measured
@@ -308,8 +306,8 @@ class Tuned:
         measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
         title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"
         shown = [place for place in measured if place is not None and place != chosen]
-        front = Front(title, cuts, shown, _place(self.start), chosen, self.budget.error, self.budget.bytes)
-        text = front_picture(front)
+        limits = self.budget.error, self.budget.bytes
+        text = front_picture(title, cuts, shown, _place(self.start), chosen, *limits)
         if path is not None:
             write_whole(Path(path), text)
         return text

@@ -253,16 +253,7 @@ class SkippedStep:
 def report(
     rows: Sequence[WatchedNode], skipped: Sequence[SkippedStep], steps: int, observed: int, every: int, most: int
 ) -> str:
-    """Write what a watch has seen.
-
-    Args:
-        rows: of the nodes, in graph order.
-        skipped: in order.
-        steps: the number of steps, the present one included.
-        observed: the number of steps that were observed.
-        every: the distance of observed steps.
-        most: the number of nodes to show.
-    """
+    """Write what a watch has seen in ``observed`` of ``steps`` steps, one in ``every``; at most ``most`` nodes."""
     lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
     ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
     cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]
@@ -324,11 +315,8 @@ class NodeCounts:
     """Counts the values of nodes, by step."""
 
     def __init__(self, amp_model: AmpModule, nodes: Sequence[str] | None) -> None:
-        """Count nothing yet.
-
-        Args:
-            amp_model: whose nodes will be seen.
-            nodes: names of nodes or ops. None: nodes that run in 16 bits, without views, and casts to 16 bits.
+        """Count nothing yet, of ``nodes`` by the names of nodes or ops. None: nodes that run in 16 bits, without views,
+        and casts to 16 bits.
         """
         self._model = amp_model
         self._nodes = None if nodes is None else frozenset(nodes)
@@ -337,14 +325,7 @@ class NodeCounts:
         self._tallies: dict[_Key, _Tally] = {}
 
     def see(self, step: int, node: fx.Node, value: Any, read: Sequence[Any]) -> None:
-        """Count the value of a node, if it is one of the chosen. Nothing waits for the device.
-
-        Args:
-            step: the number of the step.
-            node: of a variant's graph.
-            value: what it gave.
-            read: the values that it read.
-        """
+        """Count the value of a node of a variant's graph, if it is one of the chosen. Nothing waits for the device."""
         if node.graph not in self._chosen:
             variant = next(variant for variant in self._model.variants if variant.graph is node.graph)
             self._chosen[node.graph] = self._choose(variant.plan, node.graph)
@@ -370,11 +351,7 @@ class NodeCounts:
         return {node.name: keys[node.name] for node in nodes if is_cast(node) or moves(node)}
 
     def read(self, before: int | None = None) -> None:
-        """Read the counts from their devices.
-
-        Args:
-            before: do nothing unless there are counts of steps before this one.
-        """
+        """Read the counts from their devices; with ``before`` only if there are counts of steps before this one."""
         if before is not None and (not self._pending or self._pending[-1][0] >= before):
             return
         pending, self._pending = self._pending, []
@@ -406,22 +383,6 @@ class NodeCounts:
             )
             for key, tally in self._tallies.items()
         )
-
-
-def check_nodes(nodes: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Check that each of ``nodes`` is the name of a node or an op in one of the plans, or ``"cast"``.
-
-    Raises:
-        ValueError: one is not; the message suggests the nearest.
-    """
-    known = {_CAST, *(name for plan in plans for node in plan.nodes for name in (node.name, node.op))}
-    known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
-    for name in nodes:
-        if name not in known:
-            raise ArgumentError(
-                f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has the "
-                "names of nodes and ops."
-            )
 
 
 _MOST_CALLS = 64  # whose inputs are kept, in a step of more
@@ -524,8 +485,15 @@ def watch(amp_model: AmpModule, every: int = 100, nodes: Sequence[str] | None = 
         raise ArgumentTypeError(f"nodes is a sequence of names: write [{nodes!r}]")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ArgumentError(f"every is a whole number of steps above 0, not {every!r}")
-    if nodes is not None and amp_model.variants:
-        check_nodes(nodes, [variant.plan for variant in amp_model.variants])
+    if plans := [variant.plan for variant in amp_model.variants]:
+        known = {_CAST, *(name for plan in plans for node in plan.nodes for name in (node.name, node.op))}
+        known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
+        for name in nodes or ():
+            if name not in known:
+                raise ArgumentError(
+                    f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has "
+                    "the names of nodes and ops."
+                )
     return Watch(amp_model, every, nodes)
 
 

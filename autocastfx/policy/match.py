@@ -116,10 +116,7 @@ def _best(
 ) -> Rule[Effect] | None:
     """Return the rule that fits best, whatever the order of the list; None if there is none.
 
-    Args:
-        fitting: rules, each with how well it fits.
-        where: the node in a message.
-        says: gives what rules that fit equally well must agree on.
+    ``where`` is the node in a message, and ``says`` gives what rules that fit equally well must agree on.
 
     Raises:
         OpListError: two fit equally well and contradict each other.
@@ -162,12 +159,10 @@ class MatchedRules:
         self._paths: set[str] = set()
 
     def add(self, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()) -> None:
-        """Look at the nodes of a graph.
+        """Look at the nodes of a graph on a type of device.
 
-        Args:
-            device: the type that it runs on.
-            nodes: its nodes.
-            decided: places of rules that decided an op of another name, as the rule of ``square`` decides ``x * x``.
+        ``decided`` has the places of rules that decided an op of another name, as the rule of ``square`` decides ``x *
+        x``.
         """
         matcher = Matcher(self.op_list, device)
         self._devices.add(device)

@@ -131,7 +131,6 @@ _ALIASES = ListKey(
     write=lambda aliases: dict(sorted(aliases.items())),
     said=lambda aliases: [(f"alias {further}", name, "") for further, name in aliases.items()],
 )
-_EXTENDS = "the preset, or the file beside this one, on which this list builds; or a list of these"
 
 _MOST_NAMED = 8  # of the subjects of a category in a notebook's cell
 
@@ -179,9 +178,8 @@ class OpList:
         object.__setattr__(self, "unlisted", _category(self.unlisted))
         dense: dict[RuleKey, Rule[Any]] = {}
         for kind in (Runs, Float8Settings, Keep):
-            inside = [
-                r for r in self.lines.values() if r.path and isinstance(r.effect, kind)
-            ]  # no others fit equally well
+            # no others fit equally well
+            inside = [r for r in self.lines.values() if r.path and isinstance(r.effect, kind)]
             ranks = sorted({rule.rank for rule in inside})
             dense |= {rule.key: replace(rule, rank=ranks.index(rule.rank)) for rule in inside}
         object.__setattr__(self, "lines", MappingProxyType({**self.lines, **dense}))
@@ -365,20 +363,17 @@ class OpList:
 
 _FIELDS: Mapping[str, ListKey] = {f.name: f.metadata["key"] for f in fields(OpList) if "key" in f.metadata}
 _NOTHING, _NONE_KEPT = OpList(), KeptArgs(())
-_OF_RULES = {
+_DEPTHS = ("reduction_depth", "product_depth", "backward_depth")
+KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
+    **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),
+    **dict.fromkeys(("modules", "keep_args", "float8", "saved", "set_dtype", *_DEPTHS, "demands"), ""),  # their order
     "modules": "a list of rules for modules: they apply to the ops that run inside",
     "float8": "a list of entries for matrix products that run in float8; rules for modules have a key of this name, "
     "too",
     "saved": "a list of entries on how values are kept for backward; of two that fit equally well, the last one counts",
     "demands": "a list of entries for ops that amplify the rounding of their operands",
-}
-_DEPTHS = ("reduction_depth", "product_depth", "backward_depth")
-KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
-    **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),
-    **dict.fromkeys(("modules", "keep_args", "float8", "saved", "set_dtype", *_DEPTHS, "demands"), ""),  # their order
-    **_OF_RULES,
     **{name: key.meaning for name, key in _FIELDS.items()},
-    "extends": _EXTENDS,
+    "extends": "the preset, or the file beside this one, on which this list builds; or a list of these",
 }
 
 

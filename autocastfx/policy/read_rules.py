@@ -180,12 +180,9 @@ def _rules(
 ) -> Iterator[Rule[Effect]]:
     """Yield the rules of an entry, for each type of device that it names.
 
-    Args:
-        entry: holds the keys that entries of all kinds may have.
-        effect: makes what the rule says of an op's name; of an empty one if the entry names no op.
-        ops: that the entry is for; by default those under its key ``ops``.
-        overloads: an op's name may be that of an overload.
-        as_one: make one rule for all ops, not one for each.
+    They are for ``ops``, by default those under its key ``ops``, whose names may be those of ``overloads``: one for
+    each, or for all (``as_one``). ``effect`` makes what a rule says of an op's name, which is empty if the entry names
+    no op.
     """
     given, rank, when = (entry.child(key) for key in ("ops", "rank", "when"))
     named = given.as_strings() if ops is None else ops

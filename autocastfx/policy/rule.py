@@ -71,9 +71,8 @@ class Runs:
     @property
     def category(self) -> Category:
         """The category that the word stands for."""
-        return {"low": Category.ALLOW, "float32": Category.DENY, "tf32": Category.DENY}.get(self.word) or Category(
-            self.word
-        )
+        others = {"low": Category.ALLOW, "float32": Category.DENY, "tf32": Category.DENY}
+        return others.get(self.word) or Category(self.word)
 
     def __str__(self) -> str:
         return self.word

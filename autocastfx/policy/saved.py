@@ -41,11 +41,8 @@ SAVED_KEYS: Mapping[str, str] = {
     "devices": "the device type or types that the rule is for; by default all",
     "reason": "text that plans and dumps show",
 }
-# What convert's ``saved`` stands for.
-SAVED: Mapping[str, Keep | None] = {
-    "as computed": None,
-    **{keep.value: keep for keep in (Keep.RECOMPUTE, Keep.BFLOAT16, Keep.FLOAT8)},
-}
+_AS_COMPUTED = "as computed"
+_SAVED = (_AS_COMPUTED, *(keep.value for keep in (Keep.RECOMPUTE, Keep.BFLOAT16, Keep.FLOAT8)))  # words of ``saved``
 
 
 def rules_of(saved: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -56,11 +53,10 @@ def rules_of(saved: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """
     if isinstance(saved, Sequence) and not isinstance(saved, str) and all(isinstance(one, Mapping) for one in saved):
         return list(saved)
-    if not isinstance(saved, str) or saved not in SAVED:
-        words = ", ".join(map(repr, SAVED))
+    if not isinstance(saved, str) or saved not in _SAVED:
+        words = ", ".join(map(repr, _SAVED))
         raise ArgumentError(
             f"saved is {words}, or a list of entries as under 'saved' of an op list, not {saved!r}; a factor of the "
             "error is for tune"
         )
-    keep = SAVED[saved]
-    return [] if keep is None else [{"keep": keep.value}]
+    return [] if saved == _AS_COMPUTED else [{"keep": saved}]

@@ -27,11 +27,8 @@ class Change:
 
 
 def changes(before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> tuple[Change, ...]:
-    """Return all differences, sorted by subject. Reasons are shown only if nothing else differs.
-
-    Args:
-        before: the first list's setting and reason, by subject.
-        after: the second list's.
+    """Return all differences of settings and reasons by subject, sorted. Reasons are shown only if nothing else
+    differs.
     """
     differences: list[Change] = []
     for subject in sorted({*before, *after}):

@@ -48,12 +48,7 @@ def meant(word: str, legal: Collection[str]) -> str | None:
 def of_python(name: str, ops: Collection[str]) -> str | None:
     """Say what a list writes for a name that Python code has by an import, such as ``F.softmax`` or ``LayerNorm``.
 
-    Args:
-        name: as in the list.
-        ops: the names of ATen ops.
-
-    Returns:
-        What to write; None if the name is no such name.
+    ``ops`` are the names of ATen ops. None if the name is no such name.
     """
     head, _, last = name.rpartition(".")
     first = head.partition(".")[0]
@@ -67,12 +62,7 @@ def of_python(name: str, ops: Collection[str]) -> str | None:
 
 
 def yaml_advice(problem: str, line: str) -> str:
-    """Return what to do about an error of the YAML parser, as a sentence; empty if there is nothing to add.
-
-    Args:
-        problem: the parser's words.
-        line: the line of the file.
-    """
+    """Return what to do about a problem in the YAML parser's words, as a sentence; empty if there is nothing to add."""
     if "\\t" in problem:
         return " Indent by spaces; YAML takes no tabs."
     if "alias" in problem or "anchor" in problem:
@@ -377,12 +367,7 @@ def _composed(text: str, loader: Any) -> yaml.Node | None:
 
 
 def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
-    """Parse a YAML file and return its root mapping.
-
-    Args:
-        path: the file.
-        shown: its name in messages.
-        shipped: the file comes with this package.
+    """Parse a YAML file, which messages call ``shown``, and return its root mapping.
 
     Raises:
         OpListError: the file is missing, is not UTF-8 text, or is not a YAML mapping; the message names the place.

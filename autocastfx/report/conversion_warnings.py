@@ -50,13 +50,8 @@ def unmatched(
 ) -> Iterator[tuple[type[Warning], str]]:
     """Yield a sentence on measurements and lines of a plan that were given to a conversion and match none of its nodes.
 
-    Args:
-        plans: of the graphs captured so far.
-        stood_for: the names of nodes that others stand for in these graphs.
-        ranges: what was measured of values, for this model or another.
-        sensitivity: what was measured of nodes, without which predictions leave out nodes of this model.
-        plan: what was decided by hand.
-        saved: the rules of what is kept for backward.
+    The plans are of the graphs captured so far, in which others stand for the nodes called ``stood_for``. ``saved`` has
+    the rules of what is kept for backward.
     """
     known = {(n.name, n.op, n.module) for one in plans for n in one.nodes}
     others = {*stood_for, *(name for one in plans for whole in one.recomposed for name in whole.replaced)}

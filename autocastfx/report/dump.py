@@ -115,24 +115,17 @@ def dump(
         format = _SUFFIXES.get(Path(path).suffix.lower(), "text") if path is not None else "text"
     if format not in FORMATS:
         raise ArgumentError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
-    if comparison is not None and not isinstance(comparison, Comparison):
-        raise ArgumentTypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
-    if comparison is not None and format != "html":
-        raise ArgumentError(
-            f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself"
-        )
-    if against is not None and not isinstance(against, Plan):
-        raise ArgumentTypeError(
-            f"against= takes a plan, such as the other model's .plan, not a {type(against).__name__}"
-        )
-    if against is not None and format != "html":
-        raise ArgumentError(
-            f"against= goes into format='html', not {format!r}: print autocastfx.diff(against, plan) instead"
-        )
-    if timing is not None and not isinstance(timing, Timing):
-        raise ArgumentTypeError(f"timing= takes what time() returned, not a {type(timing).__name__}")
-    if timing is not None and format != "html":
-        raise ArgumentError(f"timing= goes into format='html', not {format!r}: leave it away, or print it by itself")
+    alone, apart = "leave it away, or print it by itself", "print autocastfx.diff(against, plan) instead"
+    into_a_page: tuple[tuple[str, object, type, str, str], ...] = (
+        ("comparison", comparison, Comparison, "what compare() returned", alone),
+        ("against", against, Plan, "a plan, such as the other model's .plan", apart),
+        ("timing", timing, Timing, "what time() returned", alone),
+    )
+    for name, given, kind, what, instead in into_a_page:
+        if given is not None and not isinstance(given, kind):
+            raise ArgumentTypeError(f"{name}= takes {what}, not a {type(given).__name__}")
+        if given is not None and format != "html":
+            raise ArgumentError(f"{name}= goes into format='html', not {format!r}: {instead}")
     options = TextOptions(width=width, full=full, only=only, module=module, summary=summary)
     if format != "text" and options != TextOptions(width=width):
         raise ArgumentError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
@@ -183,9 +176,7 @@ def _rendered(
 def views_of(model: object, does: str) -> tuple[list[View], int]:
     """Return views of all graphs of a converted or enabled model, and the position of the one to show first.
 
-    Args:
-        model: what the user gave.
-        does: what cannot be done with another model, for the error.
+    ``does`` is what cannot be done with another model, for the error.
 
     Raises:
         TypeError: the model is neither.
@@ -280,12 +271,7 @@ def show(
 ) -> Page:
     """Make the page of a converted or enabled model for a notebook: the value of a cell shows it.
 
-    Args:
-        model: as for :func:`dump`.
-        comparison: as for :func:`dump`.
-        against: as for :func:`dump`.
-        timing: as for :func:`dump`.
-        height: of the frame, in pixels.
+    Arguments are as for :func:`dump`, but for the height of the frame, in pixels.
 
     Raises:
         TypeError, ValueError, VariantError: as :func:`dump`.

@@ -59,36 +59,33 @@ def best_edits(amp_model: AmpModule, variant: Variant) -> tuple[Edit, ...]:
     if before.traffic == Traffic() or converter.plan is not None or converter.weights == "low" or not is_source_here:
         return ()
     edits: list[Edit] = []
-    for edit, other in _candidates(before, converter):
+    for (write, where, says), other in _candidates(before, converter):
         try:
-            with stage(f"trying {edit.write}", is_logged=False):
+            with stage(f"trying {write}", is_logged=False):
                 after: Plan = amp_model._plan_by(other, variant)
         except OpListError:  # a rule of the list in use contradicts it
             continue
         errors = None if before.error is None or after.error is None else (before.error, after.error)
-        edits.append(replace(edit, after=after.traffic.moved, errors=errors))
+        edits.append(Edit(write, where, says, before.traffic.moved, after.traffic.moved, errors))
     worth = [edit for edit in edits if edit.after < _WORTH * edit.before]
     return tuple(sorted(worth, key=lambda edit: edit.after)[:_SHOWN])
 
 
-def _candidates(plan: Plan, converter: Any) -> Iterator[tuple[Edit, Any]]:
-    moved = plan.traffic.moved
+def _candidates(plan: Plan, converter: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """Yield what to write, where, and what that does, with the converter that has it."""
     if converter.weights == "cast" and not converter.is_low_model:
-        says = "the same bits; 2 more bytes a parameter"
-        yield (
-            Edit('weights="cached"', "convert", says, moved, moved),
-            replace(converter, weights="cached"),
-        )
+        said = ('weights="cached"', "convert", "the same bits; 2 more bytes a parameter")
+        yield said, replace(converter, weights="cached")
     if converter.fold == "exact" and not converter.is_low_model:
-        says, other = "norms and softmax round what they store", replace(converter, fold="kernel")
-        yield Edit('fold="kernel"', "convert", says, moved, moved), other
+        said = ('fold="kernel"', "convert", "norms and softmax round what they store")
+        yield said, replace(converter, fold="kernel")
     in_float32 = Counter(node.op for node in plan.nodes if _is_kept(node))
     for op, count in in_float32.most_common(_OPS):
         lists = converter.op_list.merged(OpList.of({"allow": [op]}, name="edit"))
         name = "default" if converter.op_list.name == plan.low else converter.op_list.name
         where = f'mine.yaml, and op_list=["{name}", "mine.yaml"]'
         says = f"{count} nodes run in 16 bits; compare before you keep it"
-        yield Edit(f"allow: [{op}]", where, says, moved, moved), replace(converter, op_list=lists)
+        yield (f"allow: [{op}]", where, says), replace(converter, op_list=lists)
 
 
 def _is_kept(node: PlannedNode) -> bool:

@@ -47,10 +47,8 @@ def equal_layers(rows: Sequence[Row], casts: Mapping[str, str], table: Sequence[
     A layer is a module whose name is a number. Two are equal if their rows are, one by one: ops, attributes, dtypes,
     shapes, precisions, reasons, casts, errors, and what they read, inside the layer and from outside.
 
-    Args:
-        rows: of a graph.
-        casts: what is said of the casts that a row reads, by the row's name.
-        table: those of them that have a line.
+    ``table`` has those rows of a graph that have a line, and ``casts`` what is said of the casts that a row reads, by
+    its name.
     """
     known, members = {row.name: row for row in rows}, _members(table)
     words = _Words(known, casts)

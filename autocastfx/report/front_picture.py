@@ -21,22 +21,34 @@ _MARGIN = 0.06  # of an axis, on either side of the points
 _MIDDLE, _END = 'text-anchor="middle"', 'text-anchor="end"'
 
 
-def front_picture(front: Front) -> str:
-    """Return the SVG text, which ends with a newline."""
-    points = [*front.cuts, *front.measured, *filter(None, (front.start, front.tuned))] or [(1e6, 1.0)]
+def front_picture(
+    title: str,
+    cuts: Sequence[Place],
+    measured: Sequence[Place],
+    start: Place | None,
+    tuned: Place | None,
+    most_error: float | None = None,
+    most_bytes: float | None = None,
+) -> str:
+    """Return the SVG text, which ends with a newline, of plans and the budget.
+
+    ``cuts`` are those of the sweep, with the errors that are predicted; other errors were measured. The axis of errors
+    is of ratios, so errors are above 0. Only ``tuned`` may be without one: it is then drawn on the lower edge.
+    """
+    points = [*cuts, *measured, *filter(None, (start, tuned))] or [(1e6, 1.0)]
     across = _Axis.around([x / 1e6 for x, _ in points], _LEFT, _RIGHT)
     up = _Axis.around([math.log10(y) for _, y in points if y] or [0.0], _BOTTOM, _TOP)
-    has_error = front.tuned is None or front.tuned[1] > 0
-    named = ((front.start, _START, "start"), (front.tuned, _TUNED, "tuned" if has_error else "tuned, without error"))
+    has_error = tuned is None or tuned[1] > 0
+    named = ((start, _START, "start"), (tuned, _TUNED, "tuned" if has_error else "tuned, without error"))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(front.title)}</title><style>{_STYLE}</style>",
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        _text(_LEFT, 22, front.title),
-        *_axes(front, across, up),
-        f'<polyline points="{" ".join(_at(p, across, up) for p in sorted(front.cuts))}" fill="none" stroke="{_CUT}"/>',
-        *(_mark(_at(place, across, up), _CUT) for place in front.cuts),
-        *(_mark(_at(place, across, up), _MEASURED) for place in front.measured),
+        _text(_LEFT, 22, title),
+        *_axes(across, up, most_error, most_bytes),
+        f'<polyline points="{" ".join(_at(p, across, up) for p in sorted(cuts))}" fill="none" stroke="{_CUT}"/>',
+        *(_mark(_at(place, across, up), _CUT) for place in cuts),
+        *(_mark(_at(place, across, up), _MEASURED) for place in measured),
         *(_mark(_at(place, across, up), colour, said) for place, colour, said in named if place is not None),
         _mark(f"{_LEFT + 7},46", _CUT) + _text(_LEFT + 20, 50, "predicted, of a cut"),
         _mark(f"{_LEFT + 167},46", _MEASURED) + _text(_LEFT + 180, 50, "measured"),
@@ -44,30 +56,6 @@ def front_picture(front: Front) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-@dataclass(frozen=True)
-class Front:
-    """What is drawn. The axis of errors is of ratios, so errors are above 0.
-
-    Only ``tuned`` may be without one: it is then drawn on the lower edge.
-
-    Attributes:
-        title: above the picture.
-        cuts: the plans of the sweep, with the errors that are predicted.
-        measured: plans with the errors that were measured.
-        start: the list to start from.
-        tuned: the plan that was chosen.
-        error, bytes: the budget.
-    """
-
-    title: str
-    cuts: Sequence[Place]
-    measured: Sequence[Place]
-    start: Place | None
-    tuned: Place | None
-    error: float | None = None
-    bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,17 +92,17 @@ class _Axis:
         return [number for number in logarithms if self.least <= number <= self.most]
 
 
-def _axes(front: Front, across: _Axis, up: _Axis) -> Iterator[str]:
+def _axes(across: _Axis, up: _Axis, most_error: float | None, most_bytes: float | None) -> Iterator[str]:
     for number in across.steps():
         x = across.at(number)
         yield f'<path class="grid" d="M{x} {_TOP}V{_BOTTOM}"/>{_text(x, _BOTTOM + 18, f"{number:g}", _MIDDLE)}'
     for number in up.decades():
         y = up.at(number)
         yield f'<path class="grid" d="M{_LEFT} {y}H{_RIGHT}"/>{_text(_LEFT - 8, y + 4, f"{10**number:.0e}", _END)}'
-    if front.error is not None and up.least <= math.log10(front.error) <= up.most:
-        yield f'<path class="axis limit" d="M{_LEFT} {up.at(math.log10(front.error))}H{_RIGHT}"/>'
-    if front.bytes is not None and across.least <= front.bytes / 1e6 <= across.most:
-        yield f'<path class="axis limit" d="M{across.at(front.bytes / 1e6)} {_TOP}V{_BOTTOM}"/>'
+    if most_error is not None and up.least <= math.log10(most_error) <= up.most:
+        yield f'<path class="axis limit" d="M{_LEFT} {up.at(math.log10(most_error))}H{_RIGHT}"/>'
+    if most_bytes is not None and across.least <= most_bytes / 1e6 <= across.most:
+        yield f'<path class="axis limit" d="M{across.at(most_bytes / 1e6)} {_TOP}V{_BOTTOM}"/>'
     middle = (_TOP + _BOTTOM) / 2
     yield f'<path class="axis" d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>'
     yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "MB moved in a call", _MIDDLE)

@@ -71,12 +71,7 @@ class Float32Reason:
 
 
 def percent(part: int, of: int) -> str:
-    """Return a share in whole percent; 0 and 100 only where nothing and where all of it is meant.
-
-    Args:
-        part: the part.
-        of: all of it, above 0.
-    """
+    """Return a share in whole percent; 0 and 100 only where nothing and where all of it is meant. All is above 0."""
     rounded = round(100 * part / of)
     return f"{min(max(rounded, 1), 99) if 0 < part < of else rounded} %"
 
@@ -121,9 +116,7 @@ def _named(ops: Counter[str]) -> tuple[str, ...]:
 def brief_reason(node: PlannedNode, known: Mapping[str, PlannedNode]) -> str:
     """Return why a node runs in its precision, in words that equal nodes share: other nodes are told by their ops.
 
-    Args:
-        node: a planned node.
-        known: all nodes of the plan, by name.
+    ``known`` has all nodes of the plan, by name.
     """
     because = node.placement.because
     if because.why in _BY_CATEGORY or isinstance(node.decision.source, Forced):

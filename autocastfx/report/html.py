@@ -137,7 +137,8 @@ def page_data(
 def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     values = comparison.nodes if comparison is not None else ()
     numbers = {n.name: {**_numbers(n), **({"gradient": _numbers(n.gradient)} if n.gradient else {})} for n in values}
-    parameters = comparison.parameters if comparison is not None else ()
+    parameters, begins = (comparison.parameters, comparison.begins) if comparison is not None else ((), None)
+    begin = _present({"says": begins.says, "node": begins.node, "failing": begins.is_failure}) if begins else None
     # nodes refer to modules, reasons and each other by number, which keeps the page small
     rows = [_portable(row) for row in view.rows]
     reasons, homes, whys = Reasons(rows), _Homes(rows), dict[str, int]()  # each reason once, with a number from 1
@@ -173,7 +174,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
-        **({"begin": _beginning(comparison)} if comparison is not None else {}),
+        **({"begin": begin} if begin is not None else {}),
     }
 
 
@@ -182,11 +183,6 @@ def _why(row: Row, known: Mapping[str, PlannedNode], whys: dict[str, int]) -> in
     if row.planned is None or row.precision is Precision.CAPTURED:
         return None
     return whys.setdefault(brief_reason(row.planned, known), len(whys) + 1)
-
-
-def _beginning(comparison: Comparison) -> dict[str, Any]:
-    begins = comparison.begins
-    return _present({"says": begins.says, "node": begins.node, "failing": begins.is_failure})
 
 
 def _portable(row: Row) -> Row:
@@ -346,17 +342,9 @@ def render_html(
     against: Plan | None = None,
     timing: Timing | None = None,
 ) -> str:
-    """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
+    """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside: that of :func:`page_data`.
 
     A Content-Security-Policy allows the scripts and styles by their hashes, and no requests.
-
-    Args:
-        views: all variants of a model.
-        shown: as for :func:`page_data`.
-        comparison: likewise.
-        facts: likewise.
-        against: likewise.
-        timing: likewise.
 
     Raises:
         ValueError: as for :func:`page_data`.

@@ -139,8 +139,7 @@ class Shapes:
     def of(self, name: str, values: Values) -> str:
         """Write ``[s0=8, 32] x 2, [4]`` for a node that gives three tensors; an empty text for none."""
         shapes = (f"[{', '.join(map(self._size, value.shape))}]" for value in self._symbolic(name, values))
-        runs = [(shape, len(list(same))) for shape, same in groupby(shapes)]
-        return ", ".join(shape if count == 1 else f"{shape} x {count}" for shape, count in runs)
+        return ", ".join(_runs(shapes))
 
     def _symbolic(self, name: str, values: Values) -> Values:
         """The captured values of the node, or of what it stands for, if they have its sizes; else its own values."""
@@ -365,12 +364,9 @@ _MOST_INPUTS = 4  # that a title names
 
 
 def titled(view: View, number: str, held: Iterable[str] = ()) -> View:
-    """Return a view with a title.
+    """Return a view with a title, which begins with the number of its graph, and its mode.
 
-    Args:
-        view: of a graph.
-        number: which one it is, and its mode.
-        held: the names of parameters and buffers among the inputs of a graph; they are left out.
+    ``held`` are the names of parameters and buffers among the inputs of the graph; they are left out.
     """
     names = set(held)
     rows = [row for row in view.rows if row.kind == "input" and not row.depth and row.name not in names]
@@ -382,12 +378,9 @@ def titled(view: View, number: str, held: Iterable[str] = ()) -> View:
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:
-    """Join a graph and its plan. Works for unpickled graphs too, which have no abstract values.
+    """Join a graph and its plan, with words for it. Works for unpickled graphs too, which have no abstract values.
 
-    Args:
-        owner: the module that holds the targets of the graph's ``get_attr`` nodes.
-        variant: the converted graph.
-        words: a description of the variant.
+    ``owner`` is the module that holds the targets of the graph's ``get_attr`` nodes.
     """
     captured = variant.captured
     values = dict(captured_values(captured.graph, captured.attributes)) if captured is not None else {}
@@ -397,12 +390,8 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
 
 
 def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
-    """Join a converted graph that belongs to no model with its plan.
-
-    Args:
-        module: the graph with all that it reads; parameters are among its inputs.
-        plan: its plan.
-        words: a description of it.
+    """Join a converted graph that belongs to no model, with all that it reads, with its plan; parameters are among its
+    inputs.
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
     return _Join(plan, inputs, {}).view(module, module.graph, module.code, words)
@@ -519,11 +508,12 @@ def _attribute(value: object, target: str, prefix: str) -> tuple[str, str]:
 def _change(planned: PlannedNode | None) -> str:
     if planned is None:
         return ""
-    before, after = _counted(planned.captured), _counted(planned.dtype)
+    before, after = (",".join(_runs(named.split(","))) for named in (planned.captured, planned.dtype))
     return before if before == after else f"{before} → {after}"
 
 
-def _counted(dtypes: str) -> str:
-    """Shorten ``float32,float32,int64`` to ``float32 x 2,int64``."""
-    runs = [(name, len(list(same))) for name, same in groupby(dtypes.split(","))]
-    return ",".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
+def _runs(words: Iterable[str]) -> Iterator[str]:
+    """Yield each word once where it repeats, and how often: ``float32 x 2``, ``int64``."""
+    for word, same in groupby(words):
+        count = len(list(same))
+        yield word if count == 1 else f"{word} x {count}"

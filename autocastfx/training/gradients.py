@@ -21,13 +21,10 @@ _HAS_GROUPS = dist.is_available()  # as torch was built
 
 
 def agree(found_inf: torch.Tensor, agreeing: Agreeing, groups: Sequence[dict[str, Any]]) -> None:
-    """Set ``found_inf`` to the largest among the processes that agree.
+    """Set ``found_inf`` (float32, no dimensions) to the largest among the processes that agree, in place.
 
-    Args:
-        found_inf: float32, no dimensions, changed in place.
-        agreeing: a process group; ``"world"``: all processes; ``"sharded"``: those that hold other parts of the
-            parameters; None: this process alone.
-        groups: an optimizer's parameter groups. They are the same in all processes, but for which part is held.
+    These are a process group; ``"world"``: all processes; ``"sharded"``: those that hold other parts of the parameters;
+    None: this process alone. An optimizer's groups are the same in all, but for which part is held.
     """
     if agreeing is None or not _HAS_GROUPS or not dist.is_initialized():
         return
@@ -95,14 +92,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiply ``grads`` by ``inverse`` in place, and set ``found_inf`` to 1 if one is not finite.
+    """Multiply ``grads`` by ``inverse`` in place, and set ``found_inf`` to 1 if one is not finite. The host reads
+    nothing.
 
-    The host reads nothing.
-
-    Args:
-        grads: gradients on any devices, of any floating dtypes.
-        inverse: float32, no dimensions.
-        found_inf: float32, no dimensions.
+    Gradients may be on any devices, of any floating dtypes; ``inverse`` and ``found_inf`` are float32, no dimensions.
 
     Raises:
         LossScaleError: gradients can be differentiated again, which would give them the scale that they had.

@@ -58,11 +58,9 @@ class LossScaler:
         return self._state
 
     def scale(self, losses: Losses, optimizer: Any = None) -> Losses:
-        """Multiply losses by the scale, after widening 16-bit ones to float32.
+        """Multiply losses, a tensor or a tree of tensors, by the scale, after widening 16-bit ones to float32.
 
-        Args:
-            losses: a tensor or a tree of tensors.
-            optimizer: the optimizer that will step with their gradients; None: all that share the scale.
+        ``optimizer`` is the one that will step with their gradients; None: all that share the scale.
         """
         owners = tuple(self.rounds.optimizers) if optimizer is None else (optimizer,)
         if isinstance(losses, torch.Tensor):
@@ -88,15 +86,10 @@ class LossScaler:
         return scaled
 
     def stepped(self, optimizer: Any, found_inf: torch.Tensor | None, known: bool | None) -> bool:
-        """Note a step, and update the scale unless it is shared.
+        """Note a step, and update the scale unless it is shared. True if the step overflowed at the floor.
 
-        Args:
-            optimizer: the optimizer that stepped.
-            found_inf: 1 if the step was skipped, else 0; on any device. None if there were no gradients.
-            known: ``found_inf`` if the host knows it already, else None.
-
-        Returns:
-            True if the step overflowed at the floor.
+        ``found_inf`` is 1 if the step was skipped, else 0, on any device; None if there were no gradients. ``known`` is
+        the same if the host knows it already, else None.
         """
         self.rounds.note_step(optimizer)
         if found_inf is None:
@@ -298,10 +291,8 @@ class Rounds:
             )
 
     def end(self, *, are_replayed: bool) -> None:
-        """End the round: the scale is being updated.
-
-        Args:
-            are_replayed: steps may come from a CUDA graph, unseen from here.
+        """End the round: the scale is being updated, by steps that may come from a CUDA graph, unseen from here, if
+        replayed.
 
         Raises:
             LossScaleError: no optimizer has stepped.

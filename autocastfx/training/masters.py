@@ -177,10 +177,8 @@ class Masters:
             )
 
     def load(self, values: Sequence[torch.Tensor] | None) -> None:
-        """Load the masters' values, and copy them rounded to the 16-bit parameters.
-
-        Args:
-            values: one for each master; None: copy the parameters to the masters instead.
+        """Load the masters' values, one for each, and copy them rounded to the 16-bit parameters; None: copy these to
+        the masters.
         """
         with torch.no_grad():
             for index, (master, working) in enumerate(zip(self.masters, self.working, strict=True)):

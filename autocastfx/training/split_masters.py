@@ -80,10 +80,8 @@ class SplitMasters(Masters):
         return values
 
     def load(self, values: Sequence[torch.Tensor] | None) -> None:
-        """Load the masters' values, and round them to the parameters.
-
-        Args:
-            values: one for each master; None: the parameters are the masters.
+        """Load the masters' values, one for each, and round them to the parameters; None: the parameters are the
+        masters.
         """
         for index, master in enumerate(self.masters):
             if values is None:
@@ -190,13 +188,7 @@ _HALF, _INFINITY = 1 << 15, 0x7F80
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
-    """Write a float32 tensor as a weight and a rest, in place. ``master`` is used up.
-
-    Args:
-        master: float32.
-        weight: bfloat16, of the same shape.
-        rest: int16, of the same shape.
-    """
+    """Write a float32 tensor as a bfloat16 weight and an int16 rest of its shape, in place. ``master`` is used up."""
     are_nan = master.isnan()  # some would overflow to -0.0
     bits = master.view(torch.int32)
     rest.copy_(bits)

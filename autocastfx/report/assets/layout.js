@@ -2,11 +2,11 @@
 /* Places boxes of measured sizes, and the lines between them: Graphviz does. */
 const Layout = (() => {
   const HEADER = 24;
-  const { brief, bytes, many, short } = Words, { BOLD, SMALL_BOLD, content, farLines, size, width } = Box;
+  const { brief, bytes, many, short, total } = Words, { BOLD, SMALL_BOLD, content, farLines, size, width } = Box;
 
   function mark(edge, options) {
     const casts = [...edge.casts];
-    const moved = casts.reduce((sum, cast) => sum + (cast.bytes || 0), 0);
+    const moved = total(casts);
     if (casts.length === 1 && edge.values.size === 1) {
       return `◆ ${casts[0].dtype.split(" → ").map(short).join("→")} ${bytes(moved)}`;
     }

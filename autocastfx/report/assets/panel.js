@@ -1,7 +1,7 @@
 "use strict";
 /* What the side panel says: of what is selected. */
 const Panel = (() => {
-  const { MOST_ROWS, breakable, copier, facts, h, link, list } = Elements, { bytes, many, number, percent } = Words;
+  const { MOST_ROWS, breakable, copier, facts, h, link, list } = Elements, { bytes, many, number, percent, total } = Words;
 
   /* Edits of the whole conversion, best first, each with a button that copies it. */
   function edits(found) {
@@ -53,10 +53,6 @@ const Panel = (() => {
       around("Reads", reads.map((n) => Model.source(model.nodes, n)), go),
       around("Is read by", readers.flatMap((n) => (n.kind === "cast" ? n.readers.map((id) => model.nodes[id]) : [n])), go),
     ].flat(2);
-  }
-
-  function total(casts) {
-    return casts.reduce((sum, cast) => sum + (cast.bytes || 0), 0);
   }
 
   function castList(model, casts, go, to) {

@@ -1,21 +1,18 @@
 "use strict";
 /* The drawing as a picture of its own, SVG or PNG, in the colours that are shown. */
 const Picture = (() => {
-  const SVG = "http://www.w3.org/2000/svg";
+  const { el } = Box;
   const MARGIN = 16, SHARP = 2, MOST_ACROSS = 8000, MOST_PIXELS = 100e6; // what browsers draw on a canvas
 
   /* The text of an SVG file that needs nothing else. */
   function svg(view, scene) {
     const [w, h] = [scene.across + 2 * MARGIN, scene.down + 2 * MARGIN].map(Math.ceil);
-    const root = document.createElementNS(SVG, "svg"), style = document.createElementNS(SVG, "style"), drawn = view.cloneNode(true);
-    for (const [name, value] of Object.entries({ width: w, height: h, viewBox: `0 0 ${w} ${h}` })) root.setAttribute(name, value);
-    style.textContent = rules();
+    const drawn = view.cloneNode(true);
     drawn.setAttribute("transform", `translate(${MARGIN} ${MARGIN})`);
     for (const near of drawn.querySelectorAll(".near")) near.remove();
     for (const one of drawn.querySelectorAll("*")) for (const name of ["role", "tabindex", "aria-expanded", "aria-pressed"]) one.removeAttribute(name);
-    const ground = document.createElementNS(SVG, "rect");
-    for (const [name, value] of Object.entries({ class: "ground", width: w, height: h })) ground.setAttribute(name, value);
-    root.append(style, ground, drawn);
+    const ground = el("rect", { class: "ground", width: w, height: h });
+    const root = el("svg", { width: w, height: h, viewBox: `0 0 ${w} ${h}` }, el("style", {}, rules()), ground, drawn);
     return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(root)}\n`;
   }
 

@@ -1,11 +1,7 @@
 "use strict";
 /* Tables of a whole variant: its operations, its casts, its errors; and the times of the model. */
 const Tables = (() => {
-  const { breakable, h, link, table } = Elements, { bytes, many, number, percent } = Words;
-
-  function total(casts) {
-    return casts.reduce((sum, cast) => sum + (cast.bytes || 0), 0);
-  }
+  const { breakable, h, link, table } = Elements, { bytes, many, number, percent, total } = Words;
 
   function path(model, name) {
     const node = model.byName.get(name);

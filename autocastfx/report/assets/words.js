@@ -19,6 +19,11 @@ const Words = (() => {
     return `${size < 10 && unit ? size.toFixed(1) : Math.round(size)} ${units[unit]}`;
   }
 
+  /* The bytes that casts move together. */
+  function total(casts) {
+    return casts.reduce((sum, cast) => sum + (cast.bytes || 0), 0);
+  }
+
   function many(count, noun) {
     return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
   }
@@ -39,5 +44,5 @@ const Words = (() => {
     return plain < 0.0001 ? "< 0.01 %" : `${(100 * plain).toFixed(2)} %`;
   }
 
-  return { brief, bytes, many, number, percent, short, value };
+  return { brief, bytes, many, number, percent, short, total, value };
 })();

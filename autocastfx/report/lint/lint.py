@@ -275,7 +275,11 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         )
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
     plan, graph = amp_model.plan, amp_model.graph
-    _check(plan, rates)
+    if plan.low not in rates.dtypes:
+        raise GpuError(
+            f"the tensor cores of {rates.name} take {', '.join(rates.dtypes)}, not {plan.low}: choose another GPU, or "
+            f"convert with dtype=torch.{rates.dtypes[0]}."
+        )
     captured = amp_model._active.captured
     if captured is None:
         raise UnsupportedError(
@@ -315,14 +319,6 @@ def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int, int]]:
         reasons = dict.fromkeys(one.why for one in node.float8.in_16_bits) if node.float8 is not None else ()
         odd = (why.words for why in reasons if why.why is NoFloat8.ODD_SIZE)
         yield from ((node.name, name, int(size), int(multiple)) for name, size, multiple in odd)
-
-
-def _check(plan: Plan, gpu: Gpu) -> None:
-    if plan.low not in gpu.dtypes:
-        raise GpuError(
-            f"the tensor cores of {gpu.name} take {', '.join(gpu.dtypes)}, not {plan.low}: choose another GPU, or "
-            f"convert with dtype=torch.{gpu.dtypes[0]}."
-        )
 
 
 def _estimates(after: Iterable[tuple[Located, Work]], plan: Plan, gpu: Gpu) -> tuple[OpEstimate, ...]:

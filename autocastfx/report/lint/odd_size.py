@@ -161,12 +161,10 @@ def _tensor(node: fx.Node, name: str) -> torch.Tensor | None:
 def odd_sizes(
     located: Sequence[Located], flops: Mapping[str, int], parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[OddSize]:
-    """Yield the odd sizes, in graph order.
+    """Yield the odd sizes, in graph order, of the nodes of a captured graph.
 
-    Args:
-        located: all nodes of the captured graph.
-        flops: operations by node name, for the products that run in 16 bits.
-        parameters: parameters and buffers by name, tied ones under each of their names.
+    ``flops`` has the operations by node name, for the products that run in 16 bits; ``parameters`` has parameters and
+    buffers by name, tied ones under each of their names.
     """
     tables = dict(_tables(located, parameters))
     for one in (one for one in located if one.name in flops):
