@@ -16,7 +16,7 @@ import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next
-from autocastfx.plan.plan import Plan
+from autocastfx.plan.plan import Plan, Precision, Prices
 from tests.numerics.searches import search_of
 
 
@@ -105,3 +105,18 @@ def test_a_budget_that_no_plan_keeps_names_the_nearest(search: PlanSearch, of: s
     nearest = Found.of("cut", floor).point if of == "bytes" else start
     with pytest.raises(SensitivityError, match=f"no plan keeps the budget .*the nearest has {re.escape(str(nearest))}"):
         search.result(lambda *_: 0.6, limit, start)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_what_a_person_says_is_placed_by_no_price(is_said: bool) -> None:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    said = [{"path": "0", "category": "low"}] if is_said else []
+    lists = ["default", OpList.of({"modules": said})]
+    base = autocastfx.convert(model, x, dtype="bfloat16", op_list=lists, check=False)
+    effects = autocastfx.sensitivity(model, [x], lambda y, _: y.sum(), dtype="bfloat16", op_list=lists, progress=False)
+    search = PlanSearch(base, base._variant_for((x,), {}), Prices(effects), torch.bfloat16)
+    plan = search._cut(OpList(), 1e12)  # an error costs more than any bytes
+    assert [plan[name].placement.run for name in ("linear", "linear_1")] == [
+        *(Precision.LOW if is_said else Precision.FLOAT32, Precision.FLOAT32)
+    ]

@@ -536,3 +536,15 @@ def test_an_optimizer_may_write_the_parameters_that_agree_with_their_masters() -
     with torch.no_grad():
         parameters[0].add_(1)
     assert list(masters.writable(given)) == [id(masters.masters[1])]
+
+
+def test_a_step_writes_into_no_frozen_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = LossScalingOptimizer(torch.optim.SGD(model.parameters(), 1.0), NoLossScale())
+    before = [p._version for p in model.parameters()]
+    optimizer.backward(model(torch.ones(2, 4, dtype=torch.float16)).sum())
+    optimizer.step()
+    assert [now > was for now, was in zip((p._version for p in model.parameters()), before, strict=True)] == [
+        *(False, False, True, True)
+    ]

@@ -21,7 +21,7 @@ def test_a_comparison_of_a_float_with_whole_numbers_is_placed() -> None:
 
 
 def test_what_shares_a_storage_runs_as_the_strongest_category_of_its_ops_says() -> None:
-    """The product is not for 16 bits after exp, where relu_, which only moves it and is first in the alphabet, could be."""
+    """The product is not for 16 bits after exp; relu_, which only moves it, could be, and is first in the alphabet."""
     plan = decided(Function(lambda x: ((x @ x).exp() * 0.5).relu_() @ x), X, dtype=torch.float16).plan
     assert [plan[name].decision.category for name in ("mul", "relu_")] == [Category.INFER, Category.CLEAR]
     assert [plan[name].placement.run for name in ("mul", "relu_")] == [Precision.FLOAT32] * 2
