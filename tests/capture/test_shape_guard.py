@@ -150,7 +150,7 @@ def agree(result: torch.Tensor | str, expected: torch.Tensor | str) -> bool:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@examples(8, 40)
+@examples(12, 40)
 @given(data=st.data())
 def test_a_graph_is_the_module_for_all_sizes_that_its_guard_holds_for(name: str, data: st.DataObject) -> None:
     """The frozen graph, which checks its guard alone, and the model, which captures where no guard holds."""
