@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import pickle
@@ -24,10 +23,9 @@ import autocastfx
 from autocastfx import OpList, Ranges, calibrate, load_op_list
 from autocastfx.errors import CalibrationError, UnmatchedMeasurementWarning, UnsupportedError
 from autocastfx.policy.rule import Category
-from tests.helpers import Function, op_list, relative_error
+from tests.helpers import Function, convert, op_list, relative_error
 
 EPS = torch.finfo(torch.float16).eps
-convert = functools.partial(autocastfx.convert, check=False)
 
 
 @pytest.fixture(autouse=True)

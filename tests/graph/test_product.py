@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -21,9 +20,7 @@ from autocastfx.graph.sizes import KINDS, Product, product
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList
-from tests.helpers import Function, op_list
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import Function, convert, op_list
 
 ones = torch.ones
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = {

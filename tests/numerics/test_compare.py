@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import pickle
@@ -12,15 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autocastfx
 from autocastfx import Comparison, OpList, Sensitivity, compare, find_overflow
 from autocastfx.errors import VariantError
 from autocastfx.numerics.paired_run import Side, run_side_by_side
 from autocastfx.plan.sensitivity import Effect
-from tests.helpers import Function, Net, relative_error
+from tests.helpers import Function, Net, convert, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
-
-convert = functools.partial(autocastfx.convert, check=False)
 
 EPS = torch.finfo(torch.float16).eps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from typing import Any
 
@@ -11,15 +10,12 @@ import torch
 import yaml
 from torch import Tensor, fx, nn
 
-import autocastfx
 from autocastfx import AmpModule, OpList, find_overflow
 from autocastfx.errors import NodeError
 from autocastfx.numerics.find_overflow import Overflow, _reads, _Trail
 from autocastfx.numerics.paired_run import Step
-from tests.helpers import Function, unchecked
+from tests.helpers import Function, convert, unchecked
 from tests.numerics.faults import OVERFLOWS, Fault, Inside, refused
-
-convert = functools.partial(autocastfx.convert, check=False)
 
 LARGEST = torch.finfo(torch.float32).max
 

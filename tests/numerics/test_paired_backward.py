@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autocastfx
 from autocastfx import AmpModule, Comparison, OpList, compare, watch
 from autocastfx.errors import CalibrationError
 from autocastfx.numerics import paired_run
 from autocastfx.numerics.paired_run import Gradients, run_backwards, run_side_by_side
-from tests.helpers import Function, relative_error
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import Function, convert, relative_error
 
 EPS = torch.finfo(torch.float16).eps
 

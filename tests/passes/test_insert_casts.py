@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -20,9 +19,7 @@ from autocastfx.graph.node import Origin, dtypes, origin, set_origin, set_value
 from autocastfx.passes.insert_casts import store_low
 from autocastfx.runtime.operators.casts import saturating_cast
 from tests.decided import decided, rewritten
-from tests.helpers import Function, examples, listing, relative_error, text, unchecked
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import Function, convert, examples, listing, relative_error, text, unchecked
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx.plan.plan import Recomposed
 from tests.decided import decided, rewritten
-from tests.helpers import Function, op_list, text
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import Function, convert, op_list, text
 
 LOW = torch.bfloat16
 X, W = (torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (0, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +20,7 @@ from autocastfx.passes.casts import CastStyle, insert_casts
 from autocastfx.passes.widen import WidenedDtypes
 from autocastfx.plan.plan import Cause, Placement, Precision, Why
 from tests.decided import decided
-from tests.helpers import heard, listing, text
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import convert, heard, listing, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # the rules of all functions
 LOW = [torch.float16, torch.bfloat16]

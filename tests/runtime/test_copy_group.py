@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from typing import Any
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import AmpModule
 from autocastfx.runtime.working_copies import WorkingCopies
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import convert
 
 LOW = torch.bfloat16
 

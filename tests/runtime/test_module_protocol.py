@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 import warnings
@@ -18,9 +17,7 @@ from torch import fx, nn
 import autocastfx
 from autocastfx.errors import CalibrationError, CaptureError, PlanError, UnsupportedError
 from autocastfx.plan.plan import Plan
-from tests.helpers import relative_error
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import convert, relative_error
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from types import MethodType
 from typing import Any
@@ -15,11 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-import autocastfx
 from autocastfx.errors import UnsupportedError
-from tests.helpers import relative_error
-
-convert = functools.partial(autocastfx.convert, check=False)
+from tests.helpers import convert, relative_error
 
 LOW, EPS = torch.bfloat16, torch.finfo(torch.float32).eps
 

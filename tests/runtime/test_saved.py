@@ -120,15 +120,10 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 # -- numerics ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_recomputed_is_the_same_to_the_bit(kept: Kept, x: Tensor) -> None:
-    before, after = step(kept("as computed"), x), step(kept("recompute"), x)
-    assert torch.equal(before[0], after[0])
-    assert equal(before[1], after[1])
-    assert after[2].activations < 0.5 * before[2].activations
-
-
-def test_beside_working_copies_too(model: Layers, x: Tensor) -> None:
-    before, after = (step(converted(model, x, keep, weights="cached"), x) for keep in ("as computed", "recompute"))
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+def test_what_is_recomputed_is_the_same_to_the_bit(model: Layers, kept: Kept, x: Tensor, weights: str) -> None:
+    make = kept if weights == "cast" else functools.partial(converted, model, x, weights=weights)
+    before, after = step(make("as computed"), x), step(make("recompute"), x)
     assert torch.equal(before[0], after[0])
     assert equal(before[1], after[1])
     assert after[2].activations < 0.5 * before[2].activations
@@ -468,15 +463,15 @@ def test_a_wrong_row_scale_is_seen(model: Layers, x: Tensor, monkeypatch: pytest
         test_fewer_bits_change_gradients_alone(functools.partial(converted, model, x), x, "float8")
 
 
-def test_another_dropout_mask_is_seen(kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dropout_mask_is_seen(model: Layers, kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = saved._Bits.restore
     monkeypatch.setattr(saved._Bits, "restore", lambda self: restore(self).roll(1, 0))
     with pytest.raises(AssertionError):
-        test_what_is_recomputed_is_the_same_to_the_bit(kept, x)
+        test_what_is_recomputed_is_the_same_to_the_bit(model, kept, x, "cast")
 
 
-def test_a_value_of_another_row_is_seen(kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_of_another_row_is_seen(model: Layers, kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = saved.Recomputed.restore
     monkeypatch.setattr(saved.Recomputed, "restore", lambda self: restore(self).roll(1, 0))
     with pytest.raises(AssertionError):
-        test_what_is_recomputed_is_the_same_to_the_bit(kept, x)
+        test_what_is_recomputed_is_the_same_to_the_bit(model, kept, x, "cast")

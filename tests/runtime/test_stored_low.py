@@ -20,9 +20,9 @@ import autocastfx
 from autocastfx import AmpModule
 from autocastfx.errors import BannedOpError, UnsupportedError, VariantError
 from tests.golden.models import CNN, EncoderLayer
+from tests.helpers import convert
 
 LOW = torch.bfloat16
-convert = functools.partial(autocastfx.convert, check=False)
 ADVICE = re.escape('Convert with weights="cast" or weights="cached" to train, or for gradients.')
 
 
