@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
@@ -46,10 +45,6 @@ with_low_lstm = pytest.mark.skipif(not _runs_low_lstm(), reason="torch has no bf
 unchecked = pytest.mark.filterwarnings("ignore::autocastfx.errors.UncheckedWarning")
 
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}
-
-
-# For tests that compare with the model themselves, or look at plans and graphs alone.
-convert = functools.partial(autocastfx.convert, check=False)
 
 
 def examples(few: int, many: int) -> settings:

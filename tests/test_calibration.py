@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import OpList, Ranges, calibrate, load_op_list
+from autocastfx import OpList, Ranges, calibrate, convert, load_op_list
 from autocastfx.errors import CalibrationError, UnmatchedMeasurementWarning, UnsupportedError
 from autocastfx.policy.rule import Category
-from tests.helpers import Function, convert, op_list, relative_error
+from tests.helpers import Function, op_list, relative_error
 
 EPS = torch.finfo(torch.float16).eps
 

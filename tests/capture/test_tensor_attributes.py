@@ -109,7 +109,7 @@ def test_attributes_are_those_of_each_call(gives_on: Callable[[Any, Any], None],
     kind, model = class_that(gives_on), net()
     original = copy.deepcopy(model)
     if way == "convert":
-        ours: Any = autocastfx.convert(model, (_image(kind, CALLS[0]),), dtype=LOW, check=False)
+        ours: Any = autocastfx.convert(model, (_image(kind, CALLS[0]),), dtype=LOW)
     else:
         autocastfx.enable(model, dtype=LOW)
         ours = model

@@ -20,7 +20,7 @@ from autocastfx.graph.sizes import KINDS, Product, product
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList
-from tests.helpers import Function, convert, op_list
+from tests.helpers import Function, op_list
 
 ones = torch.ones
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
@@ -58,7 +58,7 @@ def test_depth(op: str, tmp_path: Path) -> None:
     def decided(limit: int) -> Decision:
         text = f"allow: [{op}]\nreduction_depth: {{{op}: {limit}}}\nproduct_depth: null"
         rules = ["default", op_list(tmp_path, text)]
-        plan = convert(Function(lambda *args: function(*args)), inputs, op_list=rules, dtype="float16").plan
+        plan = autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=rules, dtype="float16").plan
         return next(n.decision for n in plan.nodes if n.op == op)
 
     assert str(decided(expected).source).endswith("test.yaml:1:9")
@@ -84,7 +84,7 @@ def test_an_equation(equation: str, shapes: list[tuple[int, ...]], expected: int
         return torch.einsum(equation, *operands)
 
     rules = ["default", op_list(tmp_path, "reduction_depth: {einsum: 1}\nproduct_depth: null")]
-    plan = convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules, dtype="float16").plan
+    plan = autocastfx.convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules, dtype="float16").plan
     forced = [n.decision.reason for n in plan.nodes if n.dtype == "float32" and n.op == "einsum"]
     deep = expected is not None and expected > 1
     assert forced == ([f"reduces {expected} elements, more than reduction_depth 1"] if deep else [])
@@ -99,7 +99,9 @@ def lists(tmp_path: Path, *texts: str) -> OpList:
 
 def test_a_number_alone_is_the_limit_of_the_reductions(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum, linear]\nreduction_depth: 4")
-    plan = convert(Function(lambda x: F.linear(x, x).sum(1)), (ones(8, 8),), op_list=rules, dtype="float16").plan
+    plan = autocastfx.convert(
+        Function(lambda x: F.linear(x, x).sum(1)), (ones(8, 8),), op_list=rules, dtype="float16"
+    ).plan
     assert plan["sum_1"].dtype == "float32"
     assert str(plan["sum_1"].decision.source).endswith("test.yaml:2:18")
     assert plan["linear"].dtype == "float16"
@@ -126,13 +128,13 @@ def test_merging(tmp_path: Path) -> None:
 
 def test_null_lifts_a_limit(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 4", "reduction_depth: {sum: null}")
-    plan = convert(Function(lambda x: x.sum(1)), (ones(8, 8),), op_list=rules, dtype="float16").plan
+    plan = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(8, 8),), op_list=rules, dtype="float16").plan
     assert plan["sum_1"].dtype == "float16"
 
 
 def test_sizes_that_depend_on_data_are_not_judged(tmp_path: Path) -> None:
     rules = ["default", lists(tmp_path, "allow: [sum]\nreduction_depth: 1")]
-    plan = convert(Function(lambda x: x[x > 0].sum()), (ones(8),), op_list=rules, dtype="float16").plan
+    plan = autocastfx.convert(Function(lambda x: x[x > 0].sum()), (ones(8),), op_list=rules, dtype="float16").plan
     assert plan["sum_1"].dtype == "float16"
 
 
@@ -144,7 +146,7 @@ def test_every_kind_of_the_table_is_known() -> None:
 def test_a_limit_holds_in_the_modules_that_use_the_op(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
     rules = ["default", lists(tmp_path, "reduction_depth: {linear: 16}")]
-    plan = convert(model, (ones(1, 8),), op_list=rules, dtype="float16").plan
+    plan = autocastfx.convert(model, (ones(1, 8),), op_list=rules, dtype="float16").plan
     assert (plan["linear"].dtype, plan["linear_1"].dtype) == ("float16", "float32")
 
 
@@ -183,7 +185,9 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Product]] 
 def test_the_sizes_of_a_contraction(name: str) -> None:
     function, inputs, expected = SHAPES[name]
     captured = (
-        convert(Function(lambda *args: function(*args)), inputs, op_list=OpList(), dtype="float16").variants[0].captured
+        autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=OpList(), dtype="float16")
+        .variants[0]
+        .captured
     )
     assert captured is not None
     reduces = load_kernel_facts().reduces
@@ -197,7 +201,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def at_any_size(*shapes: tuple[int, int]) -> fx.Node:
     """The product in a graph that was captured at a second size, so that its sizes are symbols."""
-    amp_model = convert(Function(matmul), (ones(3, 3), ones(3, 3)), dtype="float16")
+    amp_model = autocastfx.convert(Function(matmul), (ones(3, 3), ones(3, 3)), dtype="float16")
     amp_model(*map(ones, shapes))
     captured = amp_model.variants[-1].captured
     assert captured is not None
@@ -223,7 +227,7 @@ def test_few_elements_are_elementwise_work_and_one_number_is_a_sum(preset: str) 
     dtype = getattr(torch, preset)
 
     def decided(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Decision:
-        plan = convert(Function(function), tuple(map(ones, shapes)), dtype=dtype).plan
+        plan = autocastfx.convert(Function(function), tuple(map(ones, shapes)), dtype=dtype).plan
         return plan.nodes[0].decision
 
     few = decided(matmul, (5, 7), (7, 5))
@@ -244,7 +248,7 @@ def test_a_list_moves_or_lifts_the_limit() -> None:
     def category(depth: int | None) -> str:
         rules = ["default", OpList.of({"product_depth": depth})]
         return str(
-            convert(Function(matmul), (ones(5, 7), ones(7, 5)), op_list=rules, dtype="float16")
+            autocastfx.convert(Function(matmul), (ones(5, 7), ones(7, 5)), op_list=rules, dtype="float16")
             .plan.nodes[0]
             .decision.category
         )
@@ -272,14 +276,14 @@ def test_few_elements_in_the_example_are_many_in_a_longer_call(function: Callabl
     def last(plan: autocastfx.Plan) -> str:
         return [str(n.decision.category) for n in plan.nodes if n.op in load_kernel_facts().reduces][-1]
 
-    short = convert(model, (torch.randn(2, 4, 16),), dtype="bfloat16")
+    short = autocastfx.convert(model, (torch.randn(2, 4, 16),), dtype="bfloat16")
     assert last(short.plan) == "infer"
     for length, variants in ((4, 1), (7, 2), (8, 3), (512, 3), (3, 3), (7, 3)):
         short(torch.randn(2, length, 16))
         assert len(short.variants) == variants
     assert "<= 7" in str(short.variants[1].guard)
     assert [last(variant.plan) for variant in short.variants] == ["infer", "infer", "allow"]
-    long = convert(model, (torch.randn(2, 16, 16),), dtype="bfloat16")
+    long = autocastfx.convert(model, (torch.randn(2, 16, 16),), dtype="bfloat16")
     assert last(long.plan) == "allow"
     for length in (32, 4, 64):
         long(torch.randn(2, length, 16))
@@ -288,7 +292,7 @@ def test_few_elements_in_the_example_are_many_in_a_longer_call(function: Callabl
 
 def test_a_sum_that_is_short_in_the_example_is_limited_in_a_longer_call(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 8")
-    amp_model = convert(Function(lambda x: x.sum(1)), (ones(2, 8),), op_list=rules, dtype="float16")
+    amp_model = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(2, 8),), op_list=rules, dtype="float16")
     for length, variants, dtype in ((8, 1, "float16"), (3, 2, "float16"), (7, 2, "float16"), (9, 3, "float32")):
         amp_model(ones(2, length))
         assert len(amp_model.variants) == variants

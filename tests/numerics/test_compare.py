@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import Comparison, OpList, Sensitivity, compare, find_overflow
+from autocastfx import Comparison, OpList, Sensitivity, compare, convert, find_overflow
 from autocastfx.errors import VariantError
 from autocastfx.numerics.paired_run import Side, run_side_by_side
 from autocastfx.plan.sensitivity import Effect
-from tests.helpers import Function, Net, convert, relative_error
+from tests.helpers import Function, Net, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
 
 EPS = torch.finfo(torch.float16).eps

@@ -10,11 +10,11 @@ import torch
 import yaml
 from torch import Tensor, fx, nn
 
-from autocastfx import AmpModule, OpList, find_overflow
+from autocastfx import AmpModule, OpList, convert, find_overflow
 from autocastfx.errors import NodeError
 from autocastfx.numerics.find_overflow import Overflow, _reads, _Trail
 from autocastfx.numerics.paired_run import Step
-from tests.helpers import Function, convert, unchecked
+from tests.helpers import Function, unchecked
 from tests.numerics.faults import OVERFLOWS, Fault, Inside, refused
 
 LARGEST = torch.finfo(torch.float32).max

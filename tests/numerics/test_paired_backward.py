@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autocastfx import AmpModule, Comparison, OpList, compare, watch
+from autocastfx import AmpModule, Comparison, OpList, compare, convert, watch
 from autocastfx.errors import CalibrationError
 from autocastfx.numerics import paired_run
 from autocastfx.numerics.paired_run import Gradients, run_backwards, run_side_by_side
-from tests.helpers import Function, convert, relative_error
+from tests.helpers import Function, relative_error
 
 EPS = torch.finfo(torch.float16).eps
 

@@ -34,7 +34,7 @@ def rules(modules: list[dict[str, Any]] | None = None, **keys: Any) -> OpList:
 
 
 def convert(model: nn.Module, *inputs: Tensor, lists: OpList | None = None, **options: Any) -> autocastfx.AmpModule:
-    return autocastfx.convert(model, inputs, **{"dtype": LOW, "op_list": lists or rules(), "check": False, **options})
+    return autocastfx.convert(model, inputs, **{"dtype": LOW, "op_list": lists or rules(), **options})
 
 
 def planned(amp_model: autocastfx.AmpModule) -> dict[str, str]:

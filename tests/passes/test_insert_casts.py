@@ -19,7 +19,7 @@ from autocastfx.graph.node import Origin, dtypes, origin, set_origin, set_value
 from autocastfx.passes.insert_casts import store_low
 from autocastfx.runtime.operators.casts import saturating_cast
 from tests.decided import decided, rewritten
-from tests.helpers import Function, convert, examples, listing, relative_error, text, unchecked
+from tests.helpers import Function, examples, listing, relative_error, text, unchecked
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -50,7 +50,7 @@ def test_an_output_that_is_read_low_too_is_cast_back_once() -> None:
         return y, y @ x, y
 
     x = torch.rand(8, 8)
-    amp_model = convert(Function(both), (x,), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(Function(both), (x,), dtype=torch.bfloat16)
     first, second, third = amp_model(x)
     assert first.dtype == second.dtype == third.dtype == torch.float32
     assert first is third
@@ -59,7 +59,7 @@ def test_an_output_that_is_read_low_too_is_cast_back_once() -> None:
 
 def test_outputs_can_stay_low() -> None:
     x = torch.rand(8, 8)
-    amp_model = convert(Function(lambda x: x @ x), (x,), dtype=torch.bfloat16, keep_output_dtype=False)
+    amp_model = autocastfx.convert(Function(lambda x: x @ x), (x,), dtype=torch.bfloat16, keep_output_dtype=False)
     assert amp_model(x).dtype == torch.bfloat16
 
 
@@ -71,7 +71,7 @@ def test_inputs_saturate_and_infinities_stay(dtype: torch.dtype) -> None:
 
     largest = torch.finfo(torch.float16).max
     x, eye = torch.diag(torch.tensor([1e30, -1e30, 1.0, largest, 1.0, 1.0, 1.0, 1.0])), torch.eye(8)
-    amp_model = convert(Function(pick), (x, eye), dtype=dtype)
+    amp_model = autocastfx.convert(Function(pick), (x, eye), dtype=dtype)
     if dtype == torch.float16:
         with pytest.warns(ClippedValuesWarning, match="^2 values"):
             result = amp_model(x, eye).diagonal()
@@ -81,7 +81,7 @@ def test_inputs_saturate_and_infinities_stay(dtype: torch.dtype) -> None:
         assert relative_error(result, x.diagonal()) < torch.finfo(dtype).eps
     row = torch.zeros(8, 2)
     row[0] = torch.tensor([float("inf"), float("-inf")])
-    infinite = convert(Function(lambda x: x.t() @ torch.ones(8, 1)), (row,), dtype=dtype)(row)
+    infinite = autocastfx.convert(Function(lambda x: x.t() @ torch.ones(8, 1)), (row,), dtype=dtype)(row)
     assert infinite.flatten().tolist() == [float("inf"), float("-inf")]
 
 
@@ -94,9 +94,9 @@ def test_an_additive_mask_from_outside_has_headroom(dtype: torch.dtype) -> None:
     x = torch.rand(2, 8, 8)
     mask = torch.zeros(2, 8)
     mask[0, 1:3] = mask[1] = torch.finfo(torch.float32).min  # the second item is masked everywhere
-    amp_model = convert(Function(attend), (x, mask), dtype=dtype)
+    amp_model = autocastfx.convert(Function(attend), (x, mask), dtype=dtype)
     assert amp_model(x, mask).isfinite().all()
-    attention = convert(Function(masked_attention), (x, mask), dtype=dtype)
+    attention = autocastfx.convert(Function(masked_attention), (x, mask), dtype=dtype)
     # Values and weights are averages of numbers below 1: each is rounded on its way in, and the result once more.
     assert relative_error(attention(x, mask)[0], masked_attention(x, mask)[0]) < 3 * torch.finfo(dtype).eps
 
@@ -122,14 +122,14 @@ def biased(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 def test_a_number_that_only_hides_scores_is_written_as_one_that_16_bits_hold() -> None:
     x, keep = torch.rand(1, 8, 8), torch.ones(1, 8, 8, dtype=torch.bool)
-    amp_model = convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
+    amp_model = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
     assert listing(amp_model.graph) == text(MASKED)
     captured = amp_model.variants[0].captured.graph
     assert [fill_of(graph) for graph in (captured, amp_model.graph)] == [
         torch.finfo(torch.float32).min,
         -torch.finfo(torch.bfloat16).max / 2,
     ]
-    again = convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
+    again = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16, check=False)
     assert again.code == amp_model.code
     positive = decided(lambda x, keep: (x @ x).masked_fill(keep, 3e38).softmax(-1), x, keep, dtype=torch.bfloat16)
     assert fill_of(positive.graph) == torch.finfo(torch.bfloat16).max / 2
@@ -190,14 +190,14 @@ def test_random_graphs(steps: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(0)
     inputs = torch.rand(8, 8) - 0.5, torch.rand(8, 8) - 0.5
     function = program(steps)
-    amp_model = convert(Function(function), inputs, dtype=torch.float16)
+    amp_model = autocastfx.convert(Function(function), inputs, dtype=torch.float16)
     plan = amp_model.plan
 
     storages = {n.name for n in alias_sets(amp_model.variants[0].captured.graph)}
     casts = Counter((c.value, c.dtype) for c in plan.casts if c.value not in storages)
     assert all(count == 1 for count in casts.values())
 
-    again = convert(Function(function), inputs, dtype=torch.float16, check=False)
+    again = autocastfx.convert(Function(function), inputs, dtype=torch.float16, check=False)
     assert again.code == amp_model.code
     assert again.plan == plan
 
@@ -219,7 +219,7 @@ def test_a_0d_operand_is_not_cast_and_keeps_its_value(dtype: torch.dtype) -> Non
         return ((x @ x) * factor) @ x
 
     x, factor = torch.eye(8) * 1e-2, torch.tensor(1e6)
-    amp_model = convert(Function(scaled), (x, factor), dtype=dtype)
+    amp_model = autocastfx.convert(Function(scaled), (x, factor), dtype=dtype)
     assert [c.value for c in amp_model.plan.casts] == ["args_0", "matmul_1"]
     assert relative_error(amp_model(x, factor), scaled(x, factor)) < 3 * torch.finfo(dtype).eps
 
@@ -230,7 +230,7 @@ def test_an_op_with_a_dtype_argument_widens_its_input_itself() -> None:
     lines = rewritten(lambda x: (x @ x).softmax(-1) @ x, x, dtype=torch.bfloat16)
     assert "softmax: f32 = softmax(matmul)" in lines
     assert "matmul_float32" not in lines
-    amp_model = convert(Function(lambda x: (x @ x).softmax(-1)), (x,), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(Function(lambda x: (x @ x).softmax(-1)), (x,), dtype=torch.bfloat16)
     assert "torch.ops.aten.softmax.int(matmul, -1, torch.float32)" in amp_model.code.replace("dtype = ", "")
     low = x.bfloat16()
     assert torch.equal(amp_model(x), (low @ low).softmax(-1, dtype=torch.float32))
@@ -263,7 +263,7 @@ def test_a_view_of_a_mask_that_stays_float32_is_cast_as_the_mask_would_be(dtype:
         return torch.baddbmm(shown, x, x.mT).softmax(-1), shown.exp()
 
     x, mask = torch.eye(8)[None], torch.full((8, 8), torch.finfo(torch.float32).min)
-    amp_model = convert(Function(scores), (x, mask), dtype=dtype)
+    amp_model = autocastfx.convert(Function(scores), (x, mask), dtype=dtype)
     assert [(c.value, c.saturates) for c in amp_model.plan.casts if c.readers == ("baddbmm",)] == [("unsqueeze", True)]
     assert amp_model(x, mask)[0].equal(torch.full((1, 8, 8), 0.125)), "as large as all others, and not NaN"
 
@@ -312,7 +312,7 @@ def test_a_dtype_that_the_model_names_is_obeyed(op: str, low: torch.dtype, fold:
         return [getattr(y, op)(-1, dtype=named) for named in names]
 
     x = torch.randn(3, 8)
-    amp_model = convert(Function(lambda x: reduced(x @ x.t())), (x,), dtype=low, fold=fold)
+    amp_model = autocastfx.convert(Function(lambda x: reduced(x @ x.t())), (x,), dtype=low, fold=fold)
     expected = reduced(x.to(low) @ x.to(low).t())
     given = x.clone().requires_grad_()
     for found, reference, named in zip(amp_model(given), expected, names, strict=True):
@@ -332,5 +332,5 @@ def test_a_float32_operand_of_a_call_that_names_a_dtype_is_not_rounded(op: str, 
         y = x.exp()
         return y @ y.t(), getattr(y, op)(-1, dtype=torch.float64)
 
-    amp_model = convert(Function(both), (x,), dtype=torch.bfloat16, op_list=lists)
+    amp_model = autocastfx.convert(Function(both), (x,), dtype=torch.bfloat16, op_list=lists)
     assert torch.equal(amp_model(x)[1], both(x)[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx.plan.plan import Recomposed
 from tests.decided import decided, rewritten
-from tests.helpers import Function, convert, op_list, text
+from tests.helpers import Function, op_list, text
 
 LOW = torch.bfloat16
 X, W = (torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
@@ -28,7 +28,7 @@ def twice(x: Tensor, w: Tensor, seen: Tensor) -> Tensor:
 
 
 def merged(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[tuple[str, ...]]:
-    model = convert(Function(function), inputs, dtype=LOW, **options)
+    model = autocastfx.convert(Function(function), inputs, dtype=LOW, **options)
     return [one.replaced for one in model.plan.recomposed if one.pattern == "repeated"]
 
 
@@ -70,7 +70,7 @@ def test_numbers_and_gradients_are_the_same(recompose: Any) -> None:
     found: list[list[Tensor]] = []
     small = X[:4, :4], W[:4, :4], SEEN[:4, :4]
     for asked in (False, recompose):
-        model = convert(
+        model = autocastfx.convert(
             Function(twice), small, op_list=autocastfx.OpList(unlisted="keep"), recompose=asked, dtype="float16"
         )
         x, w = small[0].clone().requires_grad_(), small[1].clone().requires_grad_()
@@ -141,7 +141,9 @@ WRITTEN = (written, source_is_written, view_of_the_source_is_written, source_of_
 
 @pytest.mark.parametrize("function", WRITTEN)
 def test_what_is_written_to_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
-    model = convert(Function(function), (X.clone(),), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
+    model = autocastfx.convert(
+        Function(function), (X.clone(),), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     assert "repeated" not in {one.pattern for one in model.plan.recomposed}
     assert model(X.clone()).equal(function(X.clone()))
 
@@ -173,7 +175,7 @@ def test_running_statistics_are_updated_as_often() -> None:
             return self.norm(x) @ self.norm(x)
 
     model = Twice().train()
-    amp_model = convert(model, (X,), dtype=LOW)
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
     before = model.norm.state_dict()["num_batches_tracked"].clone()
     amp_model(X)
     assert model.norm.state_dict()["num_batches_tracked"] == before + 2
@@ -194,7 +196,7 @@ def test_running_statistics_change_between_two_reads(norm: nn.Module) -> None:
             return 0 * self.norm(x).sum() + before - self.norm.running_mean.exp()
 
     model = Model().train()
-    amp_model = convert(model, (X[None] + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
+    amp_model = autocastfx.convert(model, (X[None] + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
     assert amp_model(X[None] + 1).count_nonzero() == 8
 
 
@@ -209,7 +211,9 @@ def test_a_view_of_running_statistics_changes_with_them() -> None:
             before = view.exp()
             return 0 * self.norm(x).sum() + before - view.exp()
 
-    amp_model = convert(Model().train(), (X + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
+    amp_model = autocastfx.convert(
+        Model().train(), (X + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     assert amp_model(X + 1).count_nonzero() == 8
 
 
@@ -224,7 +228,7 @@ def test_a_buffer_changes_between_two_reads() -> None:
             self.memory[0] = x[0, 0]
             return before - self.memory.exp()
 
-    amp_model = convert(Model(), (X,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
+    amp_model = autocastfx.convert(Model(), (X,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
     assert amp_model(X).count_nonzero() == 1
 
 
@@ -249,7 +253,7 @@ def gives_what_is_viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [gives_a_view, gives_what_is_viewed])
 def test_what_a_python_function_may_write_into_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
     lists = autocastfx.OpList.of({"unlisted": "keep", "keep": [f"{__name__}.doubles"]})
-    model = convert(Function(function), (X.clone(),), op_list=lists, dtype="float16")
+    model = autocastfx.convert(Function(function), (X.clone(),), op_list=lists, dtype="float16")
     assert any("doubles" in node.op for node in model.plan.nodes)
     assert model(X.clone()).equal(function(X.clone()))
 
@@ -309,7 +313,7 @@ def test_custom_operators_may_do_anything() -> None:
     def _(x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    model = convert(Function(lambda x: counted(x) @ counted(x)), (X,), dtype=LOW)
+    model = autocastfx.convert(Function(lambda x: counted(x) @ counted(x)), (X,), dtype=LOW)
     calls.clear()
     model(X)
     assert len(calls) == 2

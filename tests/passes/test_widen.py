@@ -20,7 +20,7 @@ from autocastfx.passes.casts import CastStyle, insert_casts
 from autocastfx.passes.widen import WidenedDtypes
 from autocastfx.plan.plan import Cause, Placement, Precision, Why
 from tests.decided import decided
-from tests.helpers import convert, heard, listing, text
+from tests.helpers import heard, listing, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # the rules of all functions
 LOW = [torch.float16, torch.bfloat16]
@@ -45,7 +45,7 @@ def converted(
 ) -> autocastfx.AmpModule:
     data = {**_RULES, **options.pop("rules", {})}
     inputs = inputs or (X.to(low),)
-    return convert(Weighted(function).to(low).eval(), inputs, op_list=OpList.of(data, name="l"), **options)
+    return autocastfx.convert(Weighted(function).to(low).eval(), inputs, op_list=OpList.of(data, name="l"), **options)
 
 
 def raised(amp_model: autocastfx.AmpModule) -> set[str]:
@@ -95,7 +95,7 @@ def test_without_a_rule_that_denies_it_is_the_model_to_the_bit(low: torch.dtype,
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Softmax(-1))
     model = model.to(low).train(training)
     plain = copy.deepcopy(model)
-    amp_model = convert(model, (X.to(low),), op_list=OpList.of({"allow": ["linear"], "infer": ["gelu"]}))
+    amp_model = autocastfx.convert(model, (X.to(low),), op_list=OpList.of({"allow": ["linear"], "infer": ["gelu"]}))
     results: list[Tensor] = []
     for one in (amp_model, plain):
         torch.manual_seed(1)
@@ -111,7 +111,7 @@ def test_without_a_rule_that_denies_it_is_the_model_to_the_bit(low: torch.dtype,
 
 def test_parameters_stay_the_models() -> None:
     model = Weighted(lambda w, x: (x @ w).exp()).bfloat16()
-    amp_model = convert(model, (X.bfloat16(),))
+    amp_model = autocastfx.convert(model, (X.bfloat16(),))
     assert dict(amp_model.named_parameters())["weight"] is model.weight
     assert amp_model.state_dict().keys() == model.state_dict().keys()
     assert amp_model.weight.dtype == torch.bfloat16
@@ -222,7 +222,7 @@ def modules(*paths: str, **more: Any) -> list[OpList | str]:
 def test_casts_of_the_model_stay_and_take_a_raised_value_unrounded() -> None:
     torch.manual_seed(0)
     model, ids = Head().bfloat16().eval(), torch.arange(8)
-    amp_model = convert(model, (ids,), op_list=["default", OpList.of({"deny": ["add"]})])
+    amp_model = autocastfx.convert(model, (ids,), op_list=["default", OpList.of({"deny": ["add"]})])
     plan = amp_model.plan
     assert plan["to"].decision.source == "forced:user-cast"
     assert plan["to"].placement.as_stored == ("self",)
@@ -240,7 +240,7 @@ def test_a_rule_for_a_module_takes_back_its_casts_to_16_bits() -> None:
     """Else a norm that casts its result before the last product would be raised in name only."""
     torch.manual_seed(0)
     model, ids = Head().bfloat16().eval(), torch.arange(8)
-    amp_model = convert(model, (ids,), op_list=modules("norm", "head"), keep_output_dtype=False)
+    amp_model = autocastfx.convert(model, (ids,), op_list=modules("norm", "head"), keep_output_dtype=False)
     wide = copy.deepcopy(model).float()
     expected = wide.head(wide.norm(model.table(ids).add(model.table(ids)).float()))
     assert torch.equal(amp_model(ids), expected)
@@ -249,10 +249,10 @@ def test_a_rule_for_a_module_takes_back_its_casts_to_16_bits() -> None:
 
 
 def test_a_rule_for_a_module_leaves_what_is_exact_in_16_bits() -> None:
-    amp_model = convert(Head().bfloat16().eval(), (torch.arange(8),), op_list=modules("**"))
+    amp_model = autocastfx.convert(Head().bfloat16().eval(), (torch.arange(8),), op_list=modules("**"))
     assert "embedding" not in raised(amp_model)  # its table would be widened in each call
     assert {"add", "mul_1", "linear"} <= raised(amp_model)
-    named = convert(Head().bfloat16().eval(), (torch.arange(8),), op_list=modules("**", ops=["embedding"]))
+    named = autocastfx.convert(Head().bfloat16().eval(), (torch.arange(8),), op_list=modules("**", ops=["embedding"]))
     assert raised(named) == {"embedding", "add"}  # whose only reader is a cast to float32
     everything = {"modules": [{"path": "re:.*", "category": "float32"}]}
     assert raised(converted(lambda w, x: x.t() @ w, rules=everything)) == {"matmul"}
@@ -451,7 +451,7 @@ def test_the_pass_run_twice_changes_nothing_more(monkeypatch: pytest.MonkeyPatch
 
     planted(monkeypatch, again)
     model, x = Head().bfloat16().eval(), torch.arange(8)
-    convert(model, (x,), op_list=modules("norm", "head"))
+    autocastfx.convert(model, (x,), op_list=modules("norm", "head"))
     assert found[0] == found[1]
     assert "float32" in found[0]
 
@@ -529,7 +529,7 @@ def test_compare_with_the_model_in_float32_captures_that() -> None:
     torch.manual_seed(0)
     model, ids = Head().bfloat16().eval(), torch.arange(8)
     wide = copy.deepcopy(model).float()
-    amp_model = convert(model, (ids,), op_list=modules("**"), keep_output_dtype=False)
+    amp_model = autocastfx.convert(model, (ids,), op_list=modules("**"), keep_output_dtype=False)
     errors = {node.name: node.error for node in autocastfx.compare(wide, amp_model, ids).nodes}
     assert errors["linear"] <= torch.finfo(torch.float32).eps  # the embedding is exact, and all after it is float32
 
@@ -537,7 +537,7 @@ def test_compare_with_the_model_in_float32_captures_that() -> None:
 def test_it_pickles_and_copies() -> None:
     amp_model = converted(lambda w, x: (x @ w).exp() @ w, rules={"deny": ["exp"]})
     model = nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Softmax(-1)).half()
-    other = convert(model, (X.half(),))
+    other = autocastfx.convert(model, (X.half(),))
     for one, x in ((other, X.half()),):
         for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
             assert torch.equal(again(x), one(x))

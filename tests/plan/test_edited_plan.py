@@ -43,7 +43,8 @@ X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 def convert(plan: Any = None, **options: Any) -> autocastfx.AmpModule:
-    return autocastfx.convert(Model().eval(), (X,), plan=plan, **{"dtype": torch.bfloat16, "check": False, **options})
+    options.setdefault("dtype", torch.bfloat16)
+    return autocastfx.convert(Model().eval(), (X,), plan=plan, **options)
 
 
 @pytest.fixture(scope="module")

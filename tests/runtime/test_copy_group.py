@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import AmpModule
 from autocastfx.runtime.working_copies import WorkingCopies
-from tests.helpers import convert
 
 LOW = torch.bfloat16
 
@@ -22,8 +21,8 @@ def pair(model: nn.Module, x: Tensor) -> tuple[AmpModule, AmpModule]:
     """A model converted with casts, and a twin of it with working copies."""
     twin = type(model)(*model.children()) if isinstance(model, nn.Sequential) else model
     return (
-        convert(twin, (x,), dtype=LOW),
-        convert(model, (x,), dtype=LOW, weights="cached"),
+        autocastfx.convert(twin, (x,), dtype=LOW),
+        autocastfx.convert(model, (x,), dtype=LOW, weights="cached"),
     )
 
 
@@ -110,7 +109,7 @@ def test_gradients_come_as_early_as_with_casts() -> None:
     x.register_hook(lambda _: came.append(-1))
     for number, layer in enumerate(model):
         layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
-    amp_model = convert(model, (x,), dtype=LOW, weights="cached")
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
     for _ in range(3):
         came.clear()
         amp_model(x).sum().backward()
@@ -121,7 +120,7 @@ def test_gradients_come_as_early_as_with_casts() -> None:
 def test_a_parameter_that_was_replaced_is_let_go() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8), torch.randn(2, 8)
-    amp_model = convert(model, (x,), dtype=LOW, weights="cached")
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
     for _ in range(2):
         amp_model(x).sum().backward()
     gone = weakref.ref(model.weight)
@@ -165,7 +164,7 @@ def test_second_derivatives_are_those_of_casts() -> None:
 
 def test_a_step_may_write_the_copies_that_no_backward_waits_to_read() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-    amp_model: Any = convert(model, (x,), dtype=LOW, weights="cached")
+    amp_model: Any = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
     loss = amp_model(x).sum()
     masters: dict[int, Tensor] = {id(parameter): parameter for parameter in model.parameters()}
     assert id(model.weight) not in amp_model._working_copies.writable(masters)
@@ -205,7 +204,7 @@ def test_hooks_of_parameters_that_a_loss_does_not_reach_are_not_called(way: str,
     torch.manual_seed(0)
     model, x, called = TwoHeads(kind), torch.randn(4, 16), list[str]()
     if way == "convert":
-        run: Any = convert(model, x, dtype=LOW, weights="cached")
+        run: Any = autocastfx.convert(model, x, dtype=LOW, weights="cached")
     else:
         run = autocastfx.enable(model, dtype=LOW, weights="cached")
     for name, parameter in model.named_parameters():
@@ -222,7 +221,7 @@ def test_hooks_of_parameters_that_a_loss_does_not_reach_are_not_called(way: str,
 
 
 def test_parameters_of_one_loss_are_read_together() -> None:
-    amp_model = convert(
+    amp_model = autocastfx.convert(
         nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), torch.ones(2, 16), weights="cached", dtype=LOW
     )
     amp_model(torch.ones(2, 16)).sum().backward()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+import autocastfx
 from autocastfx.errors import UnsupportedError
-from tests.helpers import convert, relative_error
+from tests.helpers import relative_error
 
 LOW, EPS = torch.bfloat16, torch.finfo(torch.float32).eps
 
@@ -59,7 +60,7 @@ X = torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8).sin()
 
 def test_parts_are_found_by_class() -> None:
     model = made()
-    amp_model = convert(model, (X,), dtype=LOW)
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
     subclasses = Registered.subclasses
     for name, module in model.named_children():
         part = amp_model.get_submodule(name)
@@ -74,7 +75,7 @@ def test_parts_are_found_by_class() -> None:
 
 def test_batch_norms_are_updated_as_the_originals() -> None:
     model, same = made(), made()
-    amp_model = convert(model, (X,), op_list="float32")
+    amp_model = autocastfx.convert(model, (X,), op_list="float32")
     batches = [X, X * 2, X - 1]
     update_bn(batches, amp_model)
     update_bn(batches, same)
@@ -86,7 +87,7 @@ def test_batch_norms_are_updated_as_the_originals() -> None:
 
 
 def test_an_initialization_by_class_or_method_reaches_the_parameters() -> None:
-    amp_model = convert(made(), (X,), dtype=LOW)
+    amp_model = autocastfx.convert(made(), (X,), dtype=LOW)
 
     def start(module: nn.Module) -> None:
         if isinstance(module, Scale):
@@ -108,7 +109,7 @@ def test_an_initialization_by_class_or_method_reaches_the_parameters() -> None:
 
 def test_a_setting_of_a_part_is_the_originals() -> None:
     model = made().eval()
-    amp_model = convert(model, (X,), op_list="float32")
+    amp_model = autocastfx.convert(model, (X,), op_list="float32")
     amp_model.get_submodule("4").factor = 2.0
     assert model[4].factor == 2.0
     assert torch.equal(amp_model(X), model(X))
@@ -123,7 +124,7 @@ def test_a_setting_of_a_part_is_the_originals() -> None:
 
 def test_a_part_that_is_replaced_is_the_models() -> None:
     model = nn.Sequential(made(), nn.Linear(144, 2)).eval()
-    amp_model = convert(model, (X,), dtype=LOW)
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
     amp_model(X)
     setattr(amp_model, "1", nn.Linear(144, 3))
     assert amp_model(X).shape == (4, 3)
@@ -140,7 +141,7 @@ def test_a_part_that_is_replaced_is_the_models() -> None:
 def test_a_forward_that_a_part_gets_is_the_models() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(4, 8)
-    amp_model = convert(model, x, dtype=LOW)
+    amp_model = autocastfx.convert(model, x, dtype=LOW)
     before = amp_model(x)
     part = getattr(amp_model, "0")
     part.forward = MethodType(lambda self, x: F.linear(x, -self.weight, -self.bias), part)
@@ -152,7 +153,7 @@ def test_a_forward_that_a_part_gets_is_the_models() -> None:
 
 
 def test_a_parametrization_of_a_view_is_refused_before_it_changes_anything() -> None:
-    amp_model = convert(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), dtype=LOW)
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), dtype=LOW)
     with pytest.raises(UnsupportedError, match=r"get_submodule"):
         parametrizations.weight_norm(getattr(amp_model, "0"))
     assert set(amp_model.state_dict()) == {"0.weight", "0.bias"}
@@ -168,13 +169,13 @@ def test_a_part_switches_modes_as_its_class_does() -> None:
             return self
 
     model = nn.Sequential(Teacher(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4))
-    amp_model = convert(model, (torch.ones(2, 4),), dtype=LOW)
+    amp_model = autocastfx.convert(model, (torch.ones(2, 4),), dtype=LOW)
     amp_model.get_submodule("0").train()
     assert [m.training for m in amp_model.get_submodule("0").modules()] == [True, True, False]
 
 
 def test_parametrized_layers_are_found_by_the_class_below() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    amp_model = convert(model, (torch.ones(2, 4),), dtype=LOW)
+    amp_model = autocastfx.convert(model, (torch.ones(2, 4),), dtype=LOW)
     assert type(amp_model.get_submodule("0")).__name__ == "Linear"
     assert torch.equal(amp_model(torch.ones(2, 4)), copy.deepcopy(amp_model)(torch.ones(2, 4)))

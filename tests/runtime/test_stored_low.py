@@ -20,7 +20,6 @@ import autocastfx
 from autocastfx import AmpModule
 from autocastfx.errors import BannedOpError, UnsupportedError, VariantError
 from tests.golden.models import CNN, EncoderLayer
-from tests.helpers import convert
 
 LOW = torch.bfloat16
 ADVICE = re.escape('Convert with weights="cast" or weights="cached" to train, or for gradients.')
@@ -58,7 +57,7 @@ def made(kind: Callable[[], nn.Module] = Encoder) -> nn.Module:
 
 @functools.cache
 def converted() -> AmpModule:
-    return convert(made(), (TOKENS,), dtype=LOW, weights="low")
+    return autocastfx.convert(made(), (TOKENS,), dtype=LOW, weights="low")
 
 
 @pytest.fixture
@@ -70,9 +69,9 @@ def amp_model() -> AmpModule:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_gives_what_casts_give_to_the_bit(kind: str, op_list: str) -> None:
     make, x = KINDS[kind]
-    cast = convert(made(make).eval(), (x,), dtype=LOW, op_list=op_list)
+    cast = autocastfx.convert(made(make).eval(), (x,), dtype=LOW, op_list=op_list)
     model = made(make)
-    low = convert(model, (x,), dtype=LOW, op_list=op_list, weights="low")
+    low = autocastfx.convert(model, (x,), dtype=LOW, op_list=op_list, weights="low")
     assert model.training
     assert not low.training
     with torch.no_grad():
@@ -109,8 +108,8 @@ class Mixed(nn.Module):
 
 def test_what_is_read_in_float32_too_stays_so_under_all_its_names() -> None:
     x = torch.randn(2, 8)
-    cast = convert(made(Mixed).eval(), (x,), dtype=LOW)
-    low = convert(made(Mixed), (x,), dtype=LOW, weights="low")
+    cast = autocastfx.convert(made(Mixed).eval(), (x,), dtype=LOW)
+    low = autocastfx.convert(made(Mixed), (x,), dtype=LOW, weights="low")
     assert low.a.weight is low.b.weight
     assert low.a.weight.dtype == torch.float32
     assert torch.equal(low(x), cast(x).detach())
@@ -132,7 +131,7 @@ class Rotated(nn.Module):
 
 def test_a_buffer_stays_as_it_is_and_is_cast() -> None:
     x = torch.randn(2, 8)
-    low = convert(made(Rotated), (x,), dtype=LOW, weights="low")
+    low = autocastfx.convert(made(Rotated), (x,), dtype=LOW, weights="low")
     assert (low.turn.dtype, low.weight.dtype) == (torch.float32, LOW)
     assert [c.value for c in low.plan.casts] == ["x", "turn", "matmul_1"]
     turn = low.turn.to(LOW)
@@ -147,7 +146,7 @@ def test_memory_halves_when_the_original_is_dropped() -> None:
     model = Encoder(64, 4)
     before, norms_and_table = nbytes(model), 4 * (4 * 4 * 64 + 11 * 64 + 3)
     masters = [weakref.ref(t) for t in (model, *model.parameters(), *model.buffers())]
-    amp_model = convert(model, (TOKENS,), dtype=LOW, weights="low")
+    amp_model = autocastfx.convert(model, (TOKENS,), dtype=LOW, weights="low")
     assert nbytes(amp_model) == (before - norms_and_table) / 2 + norms_and_table < 0.52 * before
     del model
     gc.collect()
@@ -158,7 +157,7 @@ def test_memory_halves_when_the_original_is_dropped() -> None:
 def test_the_original_stays_as_it_was_and_shares_nothing() -> None:
     model = made()
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
-    amp_model = convert(model, (TOKENS,), dtype=LOW, weights="low")
+    amp_model = autocastfx.convert(model, (TOKENS,), dtype=LOW, weights="low")
     expected = amp_model(TOKENS)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
@@ -172,7 +171,7 @@ def test_a_float32_checkpoint_is_rounded(amp_model: AmpModule) -> None:
     torch.manual_seed(5)
     other = Encoder()
     amp_model.load_state_dict(other.state_dict())
-    cast = convert(other.eval(), (TOKENS,), dtype=LOW)
+    cast = autocastfx.convert(other.eval(), (TOKENS,), dtype=LOW)
     assert amp_model.first.weight.dtype == LOW
     assert torch.equal(amp_model(TOKENS), cast(TOKENS).detach())
 
@@ -232,7 +231,7 @@ def test_training_is_refused(amp_model: AmpModule) -> None:
 
 def test_a_gradient_is_refused(amp_model: AmpModule) -> None:
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    low = convert(made(CNN), (x.detach(),), dtype=LOW, weights="low")
+    low = autocastfx.convert(made(CNN), (x.detach(),), dtype=LOW, weights="low")
     with pytest.raises(UnsupportedError, match=f"is for inference: an input or a parameter.*{ADVICE}"):
         low(x)
     with torch.no_grad():
@@ -244,7 +243,7 @@ def test_a_gradient_is_refused(amp_model: AmpModule) -> None:
 
 def test_example_inputs_are_needed() -> None:
     with pytest.raises(UnsupportedError, match="give convert the inputs of one call as example_inputs"):
-        convert(made(), dtype=LOW, weights="low")
+        autocastfx.convert(made(), dtype=LOW, weights="low")
 
 
 @pytest.mark.parametrize("is_made_so", [True, False], ids=["made", "given"])
@@ -253,9 +252,9 @@ def test_tensors_made_in_inference_mode_are_taken(is_made_so: bool) -> None:
     with torch.inference_mode():
         x, model = torch.randn(2, 3, 8, 8), made(CNN)
     model = model if is_made_so else made(CNN)
-    low = convert(model, (x,), dtype=LOW, weights="low")
+    low = autocastfx.convert(model, (x,), dtype=LOW, weights="low")
     with torch.no_grad():
-        assert torch.equal(low(x), convert(model.eval(), (x,), dtype=LOW)(x))
+        assert torch.equal(low(x), autocastfx.convert(model.eval(), (x,), dtype=LOW)(x))
 
 
 def test_another_call_is_refused(amp_model: AmpModule) -> None:
@@ -269,6 +268,6 @@ def test_a_banned_op_leaves_the_original_whole(tmp_path: Any) -> None:
     path.write_text("extends: bfloat16\nban: [linear]\n")
     model = made()
     with pytest.raises(BannedOpError):
-        convert(model, (TOKENS,), dtype=LOW, op_list=path, weights="low")
+        autocastfx.convert(model, (TOKENS,), dtype=LOW, op_list=path, weights="low")
     assert model.training
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())

@@ -46,7 +46,7 @@ def x() -> torch.Tensor:
 
 def convert(model: Any, *inputs: Any, rules: Any, **options: Any) -> autocastfx.AmpModule:
     module = model if isinstance(model, nn.Module) else Function(model)
-    return autocastfx.convert(module, inputs, op_list=rules, dtype=torch.bfloat16, check=False, **options)
+    return autocastfx.convert(module, inputs, op_list=rules, dtype=torch.bfloat16, **options)
 
 
 def ops(model: autocastfx.AmpModule) -> Counter[str]:
