@@ -187,17 +187,27 @@ def test_steps_whose_kernels_were_not_reached_are_timed_again() -> None:
     assert timed(*both) == []
 
 
-def test_resume_runs_nothing_anew(tiny: Path, tmp_path: Path) -> None:
-    before = rows.read(tiny)
-    arguments = ["--device", "cpu", "--tiny", "--call", "1"]
-    assert command.main(["--out", str(tiny), "--resume", str(tiny), *arguments]) == 0
-    assert rows.read(tiny) == before
-    assert command.main(["--out", str(tmp_path), "--resume", str(tiny), *arguments]) == 0
-    assert rows.read(tmp_path) == []
+IN_ONE_PROCESS = """
+import sys
+from pathlib import Path
+from benchmarks.gpu import rows
+from benchmarks.gpu.plan import plan
+from benchmarks.gpu.stage import Given
+for stage in plan([1], "cpu", is_tiny=True):
+    made = [{"skipped": stage.skip}] if stage.skip else list(stage.function()(Given("cpu"), **stage.options))
+    assert made, stage.name
+    assert not [row for row in made if "error" in row]
+    for row in made:
+        rows.append(Path(sys.argv[1]), {"card": "card", "call": 1, "commit": "unknown", "stage": stage.name, **row})
+"""
 
 
-def test_the_table_says_what_was_measured_on_what(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert table.main([str(tiny)]) == 0
+def test_each_stage_of_the_first_call_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stages run in one process here; the command runs each in one of its own."""
+    run = (sys.executable, "-c", IN_ONE_PROCESS, str(tmp_path))
+    ran = subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert table.main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"torch {torch.__version__}" in shown.splitlines()[0]
     times = "step, ms | step, ratio | back to back, ms | back to back, ratio | kernels, ms | kernels, ratio"
@@ -261,20 +271,24 @@ def test_the_second_call_begins_with_what_is_left_of_the_first(
     assert "tests, others" in planned
 
 
-def _only(out: Path, *names: str, resume: bool = False) -> int:
+def _only(out: Path, *names: str, resume: Path | None = None) -> int:
     more = [argument for name in names for argument in ("--only", name)]
-    more += ["--resume", str(out)] if resume else []
+    more += ["--resume", str(resume)] if resume else []
     return command.main(["--out", str(out), "--device", "cpu", "--tiny", "--call", "1", *more])
 
 
 def test_some_stages_alone_are_measured_again_or_gone_on_with(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+
     def ended() -> list[str]:
         return [row["stage"] for row in rows.read(tmp_path) if "done" in row or "skipped" in row]
 
     assert _only(tmp_path, "ceil", "graph step") == 0
     assert sorted(ended()) == ["ceilings", "environment", "graph step, ResNet tiny"]
-    assert _only(tmp_path, "ceilings", resume=True) == 0
-    assert len(ended()) == 3
+    before = rows.read(tmp_path)
+    for out, rows_of in ((tmp_path, before), (other, [])):  # nothing runs anew
+        assert _only(out, "ceil", "graph step", resume=tmp_path) == 0
+        assert rows.read(out) == rows_of
     assert _only(tmp_path, "ceilings") == 0
     assert sorted(ended()[3:]) == ["ceilings", "environment"]
 

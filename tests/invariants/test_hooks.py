@@ -85,9 +85,9 @@ def test_forward_hooks_run_in_each_call_whenever_they_come_and_until_they_go(
     for expected in (2, 1, 0):
         for inputs in ((x,), (x, torch.tensor(2.0)), (x,)):
             runs.clear()
-            amp_model(*inputs)
+            found = amp_model(*inputs)
             assert len(runs) == expected
-            assert is_near(amp_model, model, *inputs)
+            assert 0 < relative_error(found.detach(), model(*inputs).detach()) < 4 * EPS
         (first if expected == 2 else later).remove()
 
 

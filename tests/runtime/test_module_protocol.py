@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -18,6 +19,8 @@ import autocastfx
 from autocastfx.errors import CalibrationError, CaptureError, PlanError, UnsupportedError
 from autocastfx.plan.plan import Plan
 from tests.helpers import relative_error
+
+convert = functools.partial(autocastfx.convert, check=False)
 
 
 class Net(nn.Module):
@@ -55,7 +58,7 @@ def x() -> torch.Tensor:
 @pytest.fixture
 def amp_model(x: torch.Tensor) -> autocastfx.AmpModule:
     torch.manual_seed(1)
-    return autocastfx.convert(Net().eval(), (x,), dtype=torch.bfloat16)
+    return convert(Net().eval(), (x,), dtype=torch.bfloat16)
 
 
 def same(a: autocastfx.AmpModule, b: autocastfx.AmpModule, x: torch.Tensor) -> bool:
@@ -94,7 +97,7 @@ def test_torch_save_and_load(amp_model: autocastfx.AmpModule, x: torch.Tensor) -
 
 
 def test_a_custom_function_pickles(x: torch.Tensor) -> None:
-    amp_model = autocastfx.convert(Straight(), (x,), dtype=torch.bfloat16)
+    amp_model = convert(Straight(), (x,), dtype=torch.bfloat16)
     twin = pickle.loads(pickle.dumps(amp_model))
     for model in (amp_model, twin):
         x.grad = None
@@ -167,7 +170,7 @@ def test_compiled_it_captures_a_further_call(amp_model: autocastfx.AmpModule, x:
 def test_it_exports_with_its_casts(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
     program = torch.export.export(amp_model, (x,), strict=False)
     assert torch.equal(program.module()(x), amp_model(x))
-    again = autocastfx.convert(program, dtype=torch.bfloat16)
+    again = convert(program, dtype=torch.bfloat16)
     assert again.plan.casts == ()
     assert torch.equal(again(x), amp_model(x))
 
@@ -195,14 +198,14 @@ class Nested(nn.Module):
 def nested(x: torch.Tensor) -> tuple[autocastfx.AmpModule, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     batch = {"x": x, "y": torch.ones(8)}
-    return autocastfx.convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16), batch
+    return convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16), batch
 
 
 @pytest.mark.parametrize("weights", ["cast", "cached"])
 def test_a_transformer_and_an_interpreter_give_the_models_own_outputs(nested: Any, weights: str) -> None:
     amp_model, batch = nested
     if weights == "cached":
-        amp_model = autocastfx.convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16, weights="cached")
+        amp_model = convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16, weights="cached")
     expected, frozen = amp_model(batch, 2.0), amp_model.freeze(batch, 2.0)
     transformed = fx.Transformer(frozen).transform()
     for outputs in (
@@ -247,7 +250,7 @@ _trace: Any = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.Tensor, tuple, dict])
 def test_its_trace_gives_the_same(kind: type, low: torch.dtype, weights: Any, x: torch.Tensor) -> None:
-    amp_model = autocastfx.convert(Outputs(kind).eval(), (x,), dtype=low, weights=weights)
+    amp_model = convert(Outputs(kind).eval(), (x,), dtype=low, weights=weights)
     traced: Any = torch.jit.trace(amp_model, (x,), strict=kind is not dict)
     for inputs in (x, torch.randn(5, 8)):
         torch.testing.assert_close(traced(inputs), amp_model(inputs), rtol=0, atol=0)
@@ -259,7 +262,7 @@ def test_its_trace_gives_the_same(kind: type, low: torch.dtype, weights: Any, x:
 
 @_trace
 def test_a_trace_captures_first_and_says_for_which_sizes_it_holds(x: torch.Tensor) -> None:
-    amp_model = autocastfx.convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
+    amp_model = convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
     with pytest.warns(
         torch.jit.TracerWarning, match=r"the graph for sizes where .*sizes\[0\]\[1\] == 8.* does not check"
     ):
@@ -269,7 +272,7 @@ def test_a_trace_captures_first_and_says_for_which_sizes_it_holds(x: torch.Tenso
 
 
 def test_a_functional_call_may_come_first(x: torch.Tensor) -> None:
-    amp_model = autocastfx.convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
+    amp_model = convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
     others = {name: value.detach() for name, value in amp_model.named_parameters()}
     doubled = {name: 2 * value for name, value in others.items()}
     found = torch.func.functional_call(amp_model, doubled, (x,))
@@ -285,7 +288,7 @@ def test_an_ensemble_is_stacked_and_mapped(nested: Any, weights: Any) -> None:
     ensemble = [Nested().eval() for _ in range(3)]
     for model in ensemble:
         model.norm.running_mean.normal_()
-    members = [autocastfx.convert(one, (batch, 2.0), dtype=torch.bfloat16, weights=weights) for one in ensemble]
+    members = [convert(one, (batch, 2.0), dtype=torch.bfloat16, weights=weights) for one in ensemble]
     parameters, buffers = torch.func.stack_module_state(members)
 
     def call(parameters: Any, buffers: Any, batch: Any) -> Any:
@@ -297,7 +300,7 @@ def test_an_ensemble_is_stacked_and_mapped(nested: Any, weights: Any) -> None:
     found.sum().backward()
     assert parameters["fc.weight"].grad.shape == (3, 8, 8)
     with pytest.raises(RuntimeError, match="all models to be of the same class"):
-        torch.func.stack_module_state([members[0], autocastfx.convert(Net().eval(), (batch["x"],), dtype="float16")])
+        torch.func.stack_module_state([members[0], convert(Net().eval(), (batch["x"],), dtype="float16")])
 
 
 def test_an_edited_graph_runs_after_recompile(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
@@ -348,11 +351,11 @@ def test_the_plan_survives_json(amp_model: autocastfx.AmpModule) -> None:
 def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
     x = torch.rand(1, 8, 4)
     with pytest.warns(UserWarning, match=r"use dtype=torch\.bfloat16") as caught:
-        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.float16)
+        convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.float16)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.bfloat16)
+        convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
 )
 def test_wrong_arguments(options, error: type[Exception], message: str, x: torch.Tensor) -> None:
     with pytest.raises(error, match=message):
-        autocastfx.convert(**{"model": Net(), "example_inputs": (x,), **options})
+        convert(**{"model": Net(), "example_inputs": (x,), **options})
 
 
 class DataDependent(nn.Module):
@@ -392,7 +395,7 @@ class DataDependent(nn.Module):
 )
 def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, message: str, x, capfd) -> None:
     with pytest.raises(CaptureError, match=message):
-        autocastfx.convert(model, (x,), dtype="float16")
+        convert(model, (x,), dtype="float16")
     assert len(capfd.readouterr().err.splitlines()) < 20
 
 
@@ -407,7 +410,7 @@ class ReturnsAnObject(nn.Module):
 
 
 def test_an_object_is_returned_with_what_it_holds(x: torch.Tensor) -> None:
-    amp_model = autocastfx.convert(ReturnsAnObject(), (x,), dtype="float16")
+    amp_model = convert(ReturnsAnObject(), (x,), dtype="float16")
     found: Any = amp_model(x)
     assert torch.equal(found.held, 2 * x)
     found = amp_model(x, holds=False)
@@ -425,7 +428,7 @@ def test_an_extra_state_is_kept(x: torch.Tensor) -> None:
             self.kept = state
 
     model = Extra(8, 8)
-    amp_model = autocastfx.convert(model, (x,), dtype="float16")
+    amp_model = convert(model, (x,), dtype="float16")
     assert amp_model.state_dict()["_extra_state"] == 1
     amp_model.load_state_dict(amp_model.state_dict())
     assert model.kept == 1
@@ -433,14 +436,12 @@ def test_an_extra_state_is_kept(x: torch.Tensor) -> None:
 
 def test_an_already_converted_model_is_refused(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
     with pytest.raises(UnsupportedError, match="converted already: convert the original again"):
-        autocastfx.convert(amp_model, (x,), dtype="float16")
+        convert(amp_model, (x,), dtype="float16")
 
 
 def test_compiling_one_model_says_nothing_of_another() -> None:
     """Dynamo keeps what it found of a function by its code object, and may give up on it for the whole process."""
-    codes = [
-        autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),), dtype="float16").forward.__code__ for _ in range(2)
-    ]
+    codes = [convert(nn.Linear(2, 2), (torch.ones(1, 2),), dtype="float16").forward.__code__ for _ in range(2)]
     assert codes[0] is not codes[1]
 
 
@@ -468,7 +469,7 @@ class Named(nn.Module):
 
 
 def test_a_models_own_methods_are_not_hidden() -> None:
-    amp_model = autocastfx.convert(Named(), (torch.ones(2, 8),), dtype=torch.bfloat16)
+    amp_model = convert(Named(), (torch.ones(2, 8),), dtype=torch.bfloat16)
     for name in ("run", "capture", "draft", "held"):
         assert getattr(amp_model, name)() == name
 
@@ -492,7 +493,7 @@ class Difference(nn.Module):
 def test_keyword_arguments_are_exported_by_name(order: tuple[str, str], by_position: int) -> None:
     torch.manual_seed(0)
     given = dict(zip("ab", torch.randn(2, 2, 8), strict=True))
-    amp_model = autocastfx.convert(Difference().eval(), example_kwargs=given, dtype=torch.bfloat16)
+    amp_model = convert(Difference().eval(), example_kwargs=given, dtype=torch.bfloat16)
     expected = amp_model(**given)
     args = tuple(given[name] for name in ("a", "b")[:by_position])
     kwargs = {name: given[name] for name in order if name not in ("a", "b")[:by_position]}
@@ -514,8 +515,8 @@ class Pair(nn.Module):
 
 def test_a_part_and_a_method_that_calls_one_are_converted() -> None:
     model, x = Pair(), torch.randn(3, 8)
-    amp_model = autocastfx.convert(model, (x, torch.randn(2, 6)), dtype=torch.bfloat16)
-    expected = autocastfx.convert(model.image, (x,), dtype=torch.bfloat16)(x)
+    amp_model = convert(model, (x, torch.randn(2, 6)), dtype=torch.bfloat16)
+    expected = convert(model.image, (x,), dtype=torch.bfloat16)(x)
     restored = pickle.loads(pickle.dumps(amp_model))
     for call in (amp_model.encode_image, amp_model.image, restored.image, restored.encode_image):
         assert torch.equal(call(x), expected)
@@ -549,16 +550,16 @@ class Special(nn.Module):
 
 
 def test_a_model_has_a_truth_value() -> None:
-    amp_model = autocastfx.convert(nn.Linear(8, 4), dtype="bfloat16")
+    amp_model = convert(nn.Linear(8, 4), dtype="bfloat16")
     assert amp_model
     assert not hasattr(amp_model, "__len__")
-    assert not autocastfx.convert(nn.Sequential(), dtype="bfloat16")
+    assert not convert(nn.Sequential(), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("lazily", [False, True])
 def test_a_call_of_the_models_own_runs(lazily: bool, x: torch.Tensor) -> None:
     model = Special()
-    amp_model = autocastfx.convert(*(model, x)[: 1 if lazily else 2], dtype="bfloat16")
+    amp_model = convert(*(model, x)[: 1 if lazily else 2], dtype="bfloat16")
     expected, model.calls = model(x)["logits"], 0
     assert 0 < relative_error(amp_model(x)["logits"], expected) < 0.02
     assert model.calls == 1
@@ -567,7 +568,7 @@ def test_a_call_of_the_models_own_runs(lazily: bool, x: torch.Tensor) -> None:
 
 def test_special_methods_are_the_models(x: torch.Tensor) -> None:
     model = Special()
-    amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+    amp_model = convert(model, x, dtype="bfloat16")
     with amp_model as entered:
         assert entered is amp_model
         assert not model.training
@@ -599,7 +600,7 @@ class Around(nn.Module):
 )
 def test_what_is_put_around_a_part_holds_the_models_own(put: Any, x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
-    amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+    amp_model = convert(model, x, dtype="bfloat16")
     put(amp_model)
     assert not any(isinstance(one, autocastfx.AmpModule) for one in model.modules())
     assert 0 < relative_error(amp_model(x), model(x)) < 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import warnings
@@ -85,6 +86,15 @@ def converted(model: nn.Module, x: Tensor, saved: Any = "as computed", **options
     return autocastfx.convert(model, (x,), **{"dtype": torch.bfloat16, "saved": saved, "check": False, **options})
 
 
+Kept = Callable[[str], AmpModule]
+
+
+@pytest.fixture(scope="module")
+def kept(model: Layers, x: Tensor) -> Kept:
+    """The model, converted once for each way to keep: no test here changes what it computes."""
+    return functools.cache(functools.partial(converted, model, x))
+
+
 def step(
     amp_model: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None
 ) -> tuple[Tensor, list[Tensor], Saved]:
@@ -111,9 +121,9 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("weights", ["cast", "cached"])
-def test_what_is_recomputed_is_the_same_to_the_bit(model: Layers, x: Tensor, weights: str) -> None:
-    before = step(converted(model, x, weights=weights), x)
-    after = step(converted(model, x, "recompute", weights=weights), x)
+def test_what_is_recomputed_is_the_same_to_the_bit(model: Layers, kept: Kept, x: Tensor, weights: str) -> None:
+    make = kept if weights == "cast" else functools.partial(converted, model, x, weights=weights)
+    before, after = step(make("as computed"), x), step(make("recompute"), x)
     assert torch.equal(before[0], after[0])
     assert equal(before[1], after[1])
     assert after[2].activations < 0.5 * before[2].activations
@@ -132,17 +142,17 @@ def test_on_a_gpu_too_with_its_masks_of_dropout(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("saved", ["low", "float8"])
-def test_fewer_bits_change_gradients_alone(model: Layers, x: Tensor, saved: str) -> None:
-    before, after = step(converted(model, x), x), step(converted(model, x, saved), x)
+def test_fewer_bits_change_gradients_alone(kept: Kept, x: Tensor, saved: str) -> None:
+    before, after = step(kept("as computed"), x), step(kept(saved), x)
     assert torch.equal(before[0], after[0])
     assert 0 < distance(after[1], before[1]) < (EPS8 if saved == "float8" else 2**-8)
     assert after[2].activations < before[2].activations
 
 
-def test_random_numbers_go_on_as_without_it(model: Layers, x: Tensor) -> None:
+def test_random_numbers_go_on_as_without_it(kept: Kept, x: Tensor) -> None:
     states = []
     for keep in ("as computed", "recompute"):
-        step(converted(model, x, keep), x)
+        step(kept(keep), x)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -180,8 +190,8 @@ def test_strides_stay(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("saved", ["recompute", "float8"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(model: Layers, x: Tensor, saved: str, reentrant: bool) -> None:
-    amp_model, x = converted(model, x, saved), x.clone().requires_grad_()
+def test_checkpointing(kept: Kept, x: Tensor, saved: str, reentrant: bool) -> None:
+    amp_model, x = kept(saved), x.clone().requires_grad_()
     plain = step(amp_model, x)
     checked = step(amp_model, x, lambda x: checkpoint(amp_model, x, use_reentrant=reentrant))
     assert torch.equal(plain[0], checked[0])
@@ -189,8 +199,8 @@ def test_checkpointing(model: Layers, x: Tensor, saved: str, reentrant: bool) ->
     assert checked[2].activations < 0.1 * plain[2].activations
 
 
-def test_save_on_cpu(model: Layers, x: Tensor) -> None:
-    amp_model = converted(model, x, "float8")
+def test_save_on_cpu(kept: Kept, x: Tensor) -> None:
+    amp_model = kept("float8")
     plain = step(amp_model, x)
 
     def call(x: Tensor) -> Tensor:
@@ -201,14 +211,12 @@ def test_save_on_cpu(model: Layers, x: Tensor) -> None:
     assert equal(step(amp_model, x, call)[1], plain[1])
 
 
-def test_backward_twice_and_second_derivatives(model: Layers, x: Tensor) -> None:
-    amp_model, plain = converted(model.eval(), x, "recompute"), converted(model, x)
-    model.train()
-    for one in (amp_model, plain):
-        one.eval()
+def test_backward_twice_and_second_derivatives(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = Layers(1).eval()
     parameters = list(model.parameters())
     found = []
-    for one in (amp_model.train(), plain.train()):
+    for one in [converted(model, x, keep).train() for keep in ("recompute", "as computed")]:
         torch.manual_seed(3)
         loss = one(x)
         first = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -219,8 +227,8 @@ def test_backward_twice_and_second_derivatives(model: Layers, x: Tensor) -> None
     assert equal(*found)
 
 
-def test_a_weight_that_was_written_into_is_told(model: Layers, x: Tensor) -> None:
-    amp_model = converted(model, x, "recompute")
+def test_a_weight_that_was_written_into_is_told(model: Layers, kept: Kept, x: Tensor) -> None:
+    amp_model = kept("recompute")
     loss = amp_model(x)
     with torch.no_grad():
         model.layers[0].first.weight.add_(0)
@@ -229,10 +237,8 @@ def test_a_weight_that_was_written_into_is_told(model: Layers, x: Tensor) -> Non
 
 
 @pytest.mark.parametrize("keep", ["recompute", "float8"])
-def test_nothing_stays_when_the_graph_goes(
-    model: Layers, x: Tensor, keep: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    amp_model, alive = converted(model, x, keep), weakref.WeakSet[Any]()
+def test_nothing_stays_when_the_graph_goes(kept: Kept, x: Tensor, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    amp_model, alive = kept(keep), weakref.WeakSet[Any]()
     init = saved.KeptValue.__init__
 
     def counted(self: Any, *args: Any) -> None:
@@ -252,8 +258,8 @@ def test_nothing_stays_when_the_graph_goes(
         gc.enable()
 
 
-def test_without_gradients_nothing_is_kept(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    amp_model = converted(model, x, "recompute")
+def test_without_gradients_nothing_is_kept(kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    amp_model = kept("recompute")
     monkeypatch.setattr(saved, "KeptValue", None)
     monkeypatch.setattr(saved, "Recomputed", None)
     with torch.no_grad():
@@ -262,7 +268,7 @@ def test_without_gradients_nothing_is_kept(model: Layers, x: Tensor, monkeypatch
     amp_model.train()
 
 
-def test_transforms(model: Layers, x: Tensor) -> None:
+def test_transforms() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).train()
     x = torch.randn(128, 64)
@@ -277,8 +283,8 @@ def test_transforms(model: Layers, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_keep_the_same(model: Layers, x: Tensor, copied: Callable[[AmpModule], AmpModule]) -> None:
-    amp_model = converted(model, x, "recompute")
+def test_copies_keep_the_same(kept: Kept, x: Tensor, copied: Callable[[AmpModule], AmpModule]) -> None:
+    amp_model = kept("recompute")
     before, after = step(amp_model, x), step(copied(amp_model), x)
     assert equal(before[1], after[1])
     assert before[2] == after[2]
@@ -303,13 +309,12 @@ def test_a_parametrized_weight_keeps_the_same_bytes(x: Tensor) -> None:
     assert after[2].activations < 0.6 * before[2].activations
 
 
-def test_a_compiler_is_told_that_it_chooses(model: Layers, x: Tensor) -> None:
-    amp_model = converted(model, x, "recompute")
+def test_a_compiler_is_told_that_it_chooses(kept: Kept, x: Tensor) -> None:
     with pytest.warns(UnmatchedRuleWarning, match="torch.compile chooses itself what is kept"):
-        torch.compile(amp_model, backend="eager")(x)
+        torch.compile(kept("recompute"), backend="eager")(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.compile(converted(model, x), backend="eager")(x)
+        torch.compile(kept("as computed"), backend="eager")(x)
 
 
 def test_an_enabled_model_is_told_that_rules_have_no_effect(x: Tensor) -> None:
@@ -395,8 +400,8 @@ def test_a_write_that_no_version_counter_tells_changes_nothing_that_is_recompute
     assert equal(list(found[0]), list(found[1]))
 
 
-def test_where_hooks_are_not_allowed(model: Layers, x: Tensor) -> None:
-    amp_model = converted(model, x, "recompute")
+def test_where_hooks_are_not_allowed(kept: Kept, x: Tensor) -> None:
+    amp_model = kept("recompute")
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         loss = amp_model(x)
     loss.backward()
@@ -422,9 +427,9 @@ def test_an_infinite_number_in_bfloat16_leaves_its_row() -> None:
     torch.testing.assert_close(restored, value, rtol=2**-8, atol=0)
 
 
-def test_threads_draw_their_own_masks(model: Layers, x: Tensor) -> None:
+def test_threads_draw_their_own_masks(kept: Kept, x: Tensor) -> None:
     state = torch.get_rng_state()
-    amp_model = converted(model, x, "recompute")
+    amp_model = kept("recompute")
     loss = amp_model(x)
     after = torch.get_rng_state()
     loss.backward()
@@ -455,18 +460,18 @@ def test_a_wrong_row_scale_is_seen(model: Layers, x: Tensor, monkeypatch: pytest
     wrong = saved.Form(lambda v: (form.pack(v)[0], form.pack(v)[1].roll(1, 0), form.pack(v)[2]), form.unpack)
     monkeypatch.setitem(saved.FORMS, Keep.FLOAT8, wrong)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        test_fewer_bits_change_gradients_alone(model, x, "float8")
+        test_fewer_bits_change_gradients_alone(functools.partial(converted, model, x), x, "float8")
 
 
-def test_another_dropout_mask_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dropout_mask_is_seen(model: Layers, kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = saved._Bits.restore
     monkeypatch.setattr(saved._Bits, "restore", lambda self: restore(self).roll(1, 0))
     with pytest.raises(AssertionError):
-        test_what_is_recomputed_is_the_same_to_the_bit(model, x, "cast")
+        test_what_is_recomputed_is_the_same_to_the_bit(model, kept, x, "cast")
 
 
-def test_a_value_of_another_row_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_of_another_row_is_seen(model: Layers, kept: Kept, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = saved.Recomputed.restore
     monkeypatch.setattr(saved.Recomputed, "restore", lambda self: restore(self).roll(1, 0))
     with pytest.raises(AssertionError):
-        test_what_is_recomputed_is_the_same_to_the_bit(model, x, "cast")
+        test_what_is_recomputed_is_the_same_to_the_bit(model, kept, x, "cast")
