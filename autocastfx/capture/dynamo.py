@@ -357,6 +357,7 @@ def plain_error(
         is_enabled: whether the model is enabled, so that its graph may break.
     """
     from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     # what this package raised inside of Dynamo, as it is
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, (AutocastFXError, Warning)):
@@ -366,8 +367,8 @@ def plain_error(
             f"Dynamo captures nothing of {type(model).__name__}, which would run in float32:"
             f"{str(error).removeprefix(_NOTHING)}"
         )
-    known = (TorchRuntimeError, Unsupported, UserError) if is_enabled else TorchDynamoException
-    if not isinstance(error, known):
+    known = (TorchRuntimeError, Unsupported, UserError) if is_enabled else (TorchDynamoException,)
+    if not isinstance(error, (*known, GuardOnDataDependentSymNode)):
         return None
     said, mode = str(error), "train" if model.training else "eval"
     if "bind arguments" in said and (misfit := _misfit(model, args, kwargs)) is not None:

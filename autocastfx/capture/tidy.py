@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from autocastfx.capture.kept_whole import LEAF, restore_leaves
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import CaptureError
+from autocastfx.graph.alias import note_inner_writes
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.walk import values_given
@@ -74,6 +75,9 @@ def tidy(
             copies[node] = copy(node if source is None else source)
             if source is not None:
                 stand_for(copies[node], node.name)
+    for node in graph.nodes:
+        for inside in subgraphs(node, attributes).values():
+            note_inner_writes(node, inside.graph)
     _name_members(graph, attributes)
     return graph
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +12,17 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from autocastfx.graph.names import FUNCTIONS, op_name
-from autocastfx.graph.node import attributes_of, dtypes, schema, subgraphs, tensors, uses, value
+from autocastfx.graph.node import (
+    attributes_of,
+    dtypes,
+    note_writes,
+    schema,
+    subgraphs,
+    tensors,
+    uses,
+    value,
+    written_inside,
+)
 
 # Find nodes that run code outside the graph. Such code may have side effects that no schema declares.
 
@@ -65,9 +75,26 @@ def reachable(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> di
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the nodes that ``node`` writes into, by its schema."""
-    written = schema(node.target).written if isinstance(node.target, OpOverload) else ()
+    """Return the nodes that ``node`` writes into, by its schema, or as noted of the graph that it runs."""
+    if not isinstance(node.target, OpOverload):
+        return written_inside(node)
+    written = schema(node.target).written
     return tuple(u.node for u in uses(node) if u.argument in written) if written else ()
+
+
+def note_inner_writes(node: fx.Node, inside: fx.Graph, passed: Sequence[Any] | None = None) -> None:
+    """Note which arguments of ``node`` the graph ``inside``, which it runs, writes into, directly or through views.
+
+    Args:
+        node: of a higher-order operator, or of activation checkpointing.
+        inside: the graph.
+        passed: what its inputs are; by default the last arguments of ``node``.
+    """
+    inputs, written = inside.find_nodes(op="placeholder"), alias_sets(inside).keys()
+    passed = node.args[-len(inputs) :] if passed is None else passed
+    values = [value for given, value in zip(inputs, passed, strict=False) if given in written]
+    if places := tuple(i for i, given in enumerate(node.args) if any(given is one for one in values)):
+        note_writes(node, places)
 
 
 def moves(node: fx.Node) -> bool:

@@ -96,6 +96,7 @@ def settled_size(number: Any) -> Any:
 # Keys of ``node.meta``: autocastfx's marks, and capture's abstract value. Only the accessors below use them.
 _ORIGIN = "autocastfx_origin"
 _STANDS_FOR = "autocastfx_stands_for"
+_WRITES = "autocastfx_writes"
 _VALUE = "val"
 _CONTAINERS = (list, tuple, dict, slice)  # the only containers of arguments in which torch.fx looks for nodes
 
@@ -135,6 +136,17 @@ def all_names(node: fx.Node) -> tuple[str, ...]:
     return node.name, *node.meta.get(_STANDS_FOR, ())
 
 
+def note_writes(node: fx.Node, places: tuple[int, ...]) -> None:
+    """Note at which of its positional arguments the graph that ``node`` runs writes into what it is given."""
+    node.meta[_WRITES] = places
+
+
+def written_inside(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the values into which the graph that ``node`` runs writes, as noted."""
+    given = (node.args[place] for place in node.meta.get(_WRITES, ()))
+    return tuple(one for one in given if isinstance(one, fx.Node))
+
+
 def is_cast(node: fx.Node) -> bool:
     """True for a node that the conversion put in to bring a value to another precision."""
     mark = origin(node)
@@ -157,7 +169,7 @@ def captured_behind(node: fx.Node) -> fx.Node:
 
 def kept_meta(node: fx.Node) -> dict[str, Any]:
     """Return the part of ``node.meta`` that pickles: the marks and the stack trace."""
-    return {key: node.meta[key] for key in (_ORIGIN, _STANDS_FOR, "stack_trace") if key in node.meta}
+    return {key: node.meta[key] for key in (_ORIGIN, _STANDS_FOR, _WRITES, "stack_trace") if key in node.meta}
 
 
 def stack_trace(node: fx.Node) -> str:

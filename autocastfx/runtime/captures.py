@@ -37,6 +37,7 @@ from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import capture_shown, stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import ManyVariantsWarning
+from autocastfx.graph.alias import note_inner_writes
 from autocastfx.graph.node import HELD, STORED, HeldTensor, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes, mode_of
 from autocastfx.runtime.quick_graph import lift
@@ -418,6 +419,7 @@ def _graph_of(
             inner = inside[node.name] = _graph_of(part, structure, (), (), {}, modes, device, whole, paths)
             lifted = fx.GraphModule(dict(part.attributes), lift(part.graph, inner.places))
             node.target = node.target.with_recomputed(lifted)
+            note_inner_writes(node, lifted.graph, node.target.passed(node.args))
     return CapturedGraph(captured, tuple(dynamo.places), held, others, inside=inside)
 
 

@@ -116,6 +116,11 @@ def asserts(m: Net, x: Tensor) -> Tensor:
     return x
 
 
+def chosen_rows(m: Net, x: Tensor) -> Tensor:
+    (rows,) = torch.where(x[:, 0] > 0)
+    return x.index_add(0, rows, x[rows]) if rows.numel() else x
+
+
 HERE = r"\nAt .*test_one_graph\.py:\d+: .*, called with x=float32\[16, 8\]\n"
 ITSELF = "Call the model itself with these inputs: if that fails too"
 VALUES = "Its control flow depends on tensor values"
@@ -123,6 +128,7 @@ ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
     "its own": (raises, rf"Net fails: forward raises OwnError\('too wide', 8\){HERE}{ITSELF}"),
     "an assertion": (asserts, f"Net fails: .*assert.*{HERE}{ITSELF}"),
     "a size": (lambda m, x: x @ torch.zeros(5, 2), rf"Net fails: .*\[16, 8\] X \[5, 2\]\.{HERE}{ITSELF}"),
+    "a size of the data": (chosen_rows, f"in one graph: Could not guard on data-dependent .*{HERE}{VALUES}"),
     "a branch": (lambda m, x: x if x.sum() > 0 else -x, f"in one graph: Data-dependent branching.*{HERE}{VALUES}"),
     "equality": (
         lambda m, x: x if torch.equal(x, x) else -x,
