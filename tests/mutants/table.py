@@ -80,6 +80,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/operators/test_short_attention.py",
         "passes/test_replace_attention.py",
         "passes/test_merge_repeated.py",
+        "passes/test_group_heads.py",
     ),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py", *_FLOAT8[:1]),
     "passes/analysis/node_errors.py": _FLOAT8,
@@ -139,6 +140,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/torch_autocast/test_expand.py",
         *_AUTOCAST,
         "passes/torch_autocast/test_follow.py",
+        _OTHERS,
     ),
     "capture": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "graph/alias.py": (
@@ -197,6 +199,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "numerics/test_paired_backward.py",
         *_FLOAT8[:1],
     ),
+    "policy/match.py": (*_LISTS, *_FLOAT8[:1]),
     "policy/read_rules.py": ("policy/test_keywords.py", "policy/test_float8_list.py"),
     "policy/write_list.py": ("policy/test_float8_list.py",),
     "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),

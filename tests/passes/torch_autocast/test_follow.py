@@ -356,3 +356,11 @@ def test_an_output_left_low_is_refused(rules: autocastfx.OpList, x: torch.Tensor
     output.args = ((matmul,),)
     with pytest.raises(VerifyError, match="output matmul is float16, planned float32"):
         walked.verify()
+
+
+def test_calls_are_dispatched_for_the_device_of_the_inputs() -> None:
+    """Without parameters, too."""
+    rules = autocastfx.OpList.of({"placement": "follow", "allow": [{"matmul": {"devices": "meta"}}]})
+    for device, run in (("meta", Precision.LOW), ("cpu", Precision.GIVEN)):
+        plan = decided(Function(lambda x: x @ x), torch.ones(16, 16, device=device), op_list=rules, dtype=LOW).plan
+        assert plan["matmul"].placement.run is run
