@@ -1,4 +1,4 @@
-"""Compile the Triton kernels as calls launch them, for two generations of GPUs, which needs no GPU.
+"""Compile the Triton kernels as calls launch them, for a generation of GPUs and some dtypes, which needs no GPU.
 
 Prints a line for each kernel: its module and name, the length and dtype of a row, the registers and the bytes of stack
 of a thread, and the number of multiplications in 32 bits.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from autocastfx.runtime.kernels import cross_entropy, quantize, rms_norm
 from autocastfx.runtime.operators.norms import _WIDEST
 from autocastfx.training import step_kernel
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One for each number of warps, and one whose rows do not lie at multiples of 16 bytes.
 WIDTHS = (256, 512, 1024, 2048, 4096, _WIDEST - 1, _WIDEST)
 VOCABULARIES = (1024, 50_257)
@@ -115,9 +114,9 @@ def usage(kernel: Any, folder: Path) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def main(capability: int, folder: Path) -> None:
+def main(capability: int, folder: Path, dtypes: Sequence[torch.dtype]) -> None:
     runs: list[tuple[int, torch.dtype, Callable[[], None]]] = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         runs += [(width, dtype, lambda w=width, d=dtype: norm(w, d, torch.float32)) for width in WIDTHS]
         runs += [(classes, dtype, lambda c=classes, d=dtype: loss(c, d)) for classes in VOCABULARIES]
         runs.append((4096, dtype, lambda d=dtype: norm(4096, d, d)))
@@ -139,4 +138,4 @@ def main(capability: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), [getattr(torch, name) for name in sys.argv[3:]])
