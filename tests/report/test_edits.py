@@ -74,3 +74,15 @@ def test_the_page_shows_three_at_once(width: int, tmp_path: Path) -> None:
         assert max(bottom) < page.run("return innerHeight")
         assert page.text("#edits code") == next(iter(edits(amp_model)))
         assert page.complaints() == []
+
+
+@needs_browser
+def test_on_a_phone_the_first_edit_is_in_sight_and_no_map_before_it(tmp_path: Path) -> None:
+    autocastfx.dump(converted(), tmp_path / "model.html")
+    with browser() as page:
+        page.viewport(400, 900)
+        page.open(tmp_path / "model.html")
+        bottom = page.run("return document.querySelector('#edits li code').getBoundingClientRect().bottom")
+        assert bottom < page.run("return innerHeight")
+        assert page.run("return document.querySelector('#facts').getBoundingClientRect().width") > 300
+        assert page.run("return getComputedStyle(document.querySelector('#map')).display") == "none"
