@@ -72,6 +72,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         *_LOW_WEIGHTS,
         "passes/analysis/test_place_cheaply.py",
         "passes/analysis/test_place_simply.py",
+        "numerics/test_plan_search.py",
         "numerics/test_tune.py",
     ),
     "passes/recompose.py": (

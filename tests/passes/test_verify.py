@@ -52,6 +52,21 @@ def test_an_undamaged_graph_passes() -> None:
     assert len(convert().plan.casts) >= 4
 
 
+def test_equal_layers_are_run_once_those_without_a_bias_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[Any]()
+
+    def call(target: Any, *rest: Any) -> Any:
+        ran.append(target)
+        return original(target, *rest)
+
+    original = verify.abstract_call
+    monkeypatch.setattr(verify, "abstract_call", call)
+    conv = torch.ops.aten.conv1d.default
+    x, weight = torch.rand(2, 16, 8), torch.rand(16, 16, 3)
+    decided(lambda x, w: conv(conv(conv(x, w, None, [1], [1]), w, None, [1], [1]), w, None, [1], [1]), x, weight)
+    assert ran.count(conv) == 1
+
+
 def test_only_what_reads_other_dtypes_than_captured_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = list[str]()
 
