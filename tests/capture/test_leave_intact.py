@@ -644,7 +644,7 @@ def test_classes_modules_and_functions_that_forward_reaches_are_what_they_were(w
 
 
 def test_a_part_that_the_user_compiles_is_compared(recwarn: pytest.WarningsRecorder) -> None:
-    """What torch.compile gives is a module without a mode of its own."""
+    """torch.compile wraps it in a module that has no mode of its own."""
     part = torch.compile(nn.Linear(16, 16), backend="eager")
     autocastfx.convert(nn.Sequential(nn.Linear(16, 16), part), torch.randn(4, 16), dtype="bfloat16")
     assert not [one for one in recwarn if issubclass(one.category, UncheckedWarning)]

@@ -1,4 +1,4 @@
-"""What a region without gradients, or one of autocast or of checkpointing, writes into through a view is written."""
+"""Regions of code (no_grad, autocast, checkpointing) write through views, and what they write into is changed."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ UNPADDED: dict[str, tuple[Product, tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.usefixtures("few_columns")
 @pytest.mark.parametrize("name", UNPADDED)
 def test_stays_as_it_is(name: str) -> None:
-    """What has few rows, is aligned, not asked for, or read by its strides is not padded, and gives what it gave."""
+    """Products stay with few rows or fitting sizes, if not asked for, or if strides are read; results are the same."""
     model, size, options = UNPADDED[name]
     x = torch.randn(size, generator=torch.Generator().manual_seed(1))
     amp = converted(model, x, **options)
