@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx.errors import UnsupportedError
-from benchmarks.accuracy_tasks import TASKS, Batch, Task
 from benchmarks.command import Command
 from benchmarks.machine import machine
+from benchmarks.models.tasks import TASKS, Batch, Task
 
 FLOAT32 = "float32"
 

@@ -23,7 +23,7 @@ import transformers
 
 import autocastfx
 from benchmarks.command import Command
-from benchmarks.models import MODELS
+from benchmarks.models.full import MODELS
 
 NAMES = ("ResNet-50", "BERT-base", "GPT-2")
 LIMIT, MOST_MEMORY = 1 / 2, 1.3  # to a conversion without the check

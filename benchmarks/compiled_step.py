@@ -39,11 +39,11 @@ from torch import Tensor, nn
 
 import autocastfx
 from benchmarks.command import Command, settings_of, verdict
-from benchmarks.models import FullModel, ResNet
-from benchmarks.small_models import CLASSES, VOCABULARY, bert, gpt2, images, llama, tokens
+from benchmarks.judge import distance
+from benchmarks.models.families import STILL_BERT, STILL_GPT2, FullModel, ResNet
+from benchmarks.models.small import CLASSES, VOCABULARY, small_bert, small_gpt2, small_images, small_llama, small_tokens
 from benchmarks.store import Store
 from benchmarks.timing import keep_memory, ratios, spread, timed
-from benchmarks.zoo_judge import distance
 
 LOW = torch.bfloat16
 AUTOCAST, BACKEND = "torch.autocast", "backend"
@@ -79,11 +79,11 @@ class Tagger(nn.Module):
 
 
 MODELS: dict[str, FullModel] = {
-    "BERT 4x256": FullModel(lambda: bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tokens),
-    "GPT-2 4x256": FullModel(lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), tokens),
-    "Llama 4x256": FullModel(llama, tokens),
-    "ResNet-18 112": FullModel(lambda: ResNet((2, 2, 2, 2), classes=CLASSES), lambda: images(112)),
-    "LSTM tagger 2x128": FullModel(Tagger, tokens),
+    "BERT 4x256": FullModel(partial(small_bert, **STILL_BERT), small_tokens),
+    "GPT-2 4x256": FullModel(partial(small_gpt2, **STILL_GPT2), small_tokens),
+    "Llama 4x256": FullModel(small_llama, small_tokens),
+    "ResNet-18 112": FullModel(lambda: ResNet((2, 2, 2, 2), classes=CLASSES), lambda: small_images(112)),
+    "LSTM tagger 2x128": FullModel(Tagger, small_tokens),
 }
 
 

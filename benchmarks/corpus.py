@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.command import Command
+from benchmarks.judge import Distance, typical
 from benchmarks.store import Store
 from benchmarks.zoo import DRAWS
-from benchmarks.zoo_judge import Distance, typical
 from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case
 from tests.numerics.corpus.judge import DTYPES, Judgement, judge_model, judge_ours, refer

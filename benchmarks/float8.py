@@ -30,6 +30,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ from autocastfx.plan.plan import PlannedNode
 from autocastfx.plan.sensitivity import rms
 from autocastfx.policy.float8 import OPERANDS
 from autocastfx.runtime.operators.float8 import float8_linear
-from benchmarks import tune_models
-from benchmarks.accuracy_tasks import ALPHABET, DigitsViT, ViT
 from benchmarks.command import Command, verdict
+from benchmarks.models import tuned
+from benchmarks.models.families import STILL_BERT, STILL_GPT2, bert, gpt2, llama, t5
+from benchmarks.models.tasks import ALPHABET, DigitsViT, ViT
+from benchmarks.models.tuned import CONTEXT, Case, trained
 from benchmarks.store import Store
-from benchmarks.tune_models import CONTEXT, Case, trained
 
 STEPS, MEASURED, HELD_OUT, JUDGED, SINGLES, PROBES = 60, 4, 1, 3, 24, 16
 RECIPE, LOW, WIDTH, LAYERS = "rowwise", torch.bfloat16, 128, 4
@@ -59,32 +61,8 @@ _BLOCK = re.compile(r"^(.*?)\.(\d+)\.")
 
 # Models of four blocks. The vocabulary is a multiple of 16, so that the head may run in float8.
 
-_SIZES: dict[str, Any] = {"vocab_size": 128, "use_cache": False}
-assert len(ALPHABET) < _SIZES["vocab_size"]
-
-
-def _llama() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 352, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=CONTEXT, **_SIZES)
-    return transformers.LlamaForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": CONTEXT}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
-
-
-def _bert() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 512}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
-
-
-def _t5() -> nn.Module:
-    sizes = {"d_model": WIDTH, "d_kv": 32, "num_heads": 4, "d_ff": 512, "num_layers": LAYERS}
-    special = {"num_decoder_layers": LAYERS, "pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special, **_SIZES))  # type: ignore[arg-type]
+_SIZES = (WIDTH, LAYERS, 4, 128)
+assert len(ALPHABET) < _SIZES[-1]
 
 
 class _Mlp(nn.Sequential):
@@ -149,7 +127,7 @@ class _Recurrent(nn.Module):
 
 
 def _short(seed: int) -> Iterator[dict[str, Tensor]]:
-    return ({name: t[:, :16].contiguous() for name, t in batch.items()} for batch in tune_models._text(seed))
+    return ({name: t[:, :16].contiguous() for name, t in batch.items()} for batch in tuned.text(seed))
 
 
 def _of_digits(build: Any) -> Case:
@@ -157,13 +135,15 @@ def _of_digits(build: Any) -> Case:
     return Case(build, task.batches, lambda out, batch: task.loss(out, batch[1]), lambda batch: batch[0])
 
 
+_LLAMA = {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+_GPT2 = {"n_positions": CONTEXT, "bos_token_id": None, "eos_token_id": None, **STILL_GPT2}
 MODELS: dict[str, Case] = {
-    "Llama 4x128": Case(_llama, tune_models._text),
-    "GPT-2 4x128": Case(_gpt2, tune_models._text),
+    "Llama 4x128": Case(partial(llama, *_SIZES[:3], 352, 128, **_LLAMA), tuned.text),
+    "GPT-2 4x128": Case(partial(gpt2, *_SIZES, **_GPT2), tuned.text),
     "ViT 4x128": _of_digits(lambda: ViT(WIDTH, LAYERS)),
-    "MiniLM 6x384": tune_models.MODELS["MiniLM 6x384"],
-    "BERT 4x128": Case(_bert, tune_models._masked),
-    "T5 4+4x128": Case(_t5, tune_models._text),
+    "MiniLM 6x384": tuned.MODELS["MiniLM 6x384"],
+    "BERT 4x128": Case(partial(bert, *_SIZES, **STILL_BERT, use_cache=False), tuned.masked),
+    "T5 4+4x128": Case(partial(t5, *_SIZES, dropout_rate=0.0, num_decoder_layers=LAYERS), tuned.text),
     "Mixer 4x128": _of_digits(_Mixer),
     "minGRU 4x128": Case(_Recurrent, _short),
 }
@@ -347,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--probes", type=int, help="predict single products alone, by so many probes")
     chosen = command.begin(arguments)
     warnings.simplefilter("ignore")
-    there = {name for name in MODELS if name in tune_models.available() or name not in tune_models.MODELS}
+    there = {name for name in MODELS if name in tuned.available() or name not in tuned.MODELS}
     store = Store(chosen.json, Row, {"transformers": transformers.__version__, "recipe": RECIPE})
     names = [name for name in fnmatch.filter(MODELS, chosen.models) if name in there]
     if chosen.probes is not None:

@@ -32,12 +32,12 @@ from torch import Tensor
 import autocastfx
 from autocastfx import OpList
 from autocastfx.numerics.logprob_gap import loss_of
-from benchmarks import tune_models
-from benchmarks.accuracy_tasks import source
 from benchmarks.command import Command, verdict
 from benchmarks.float8 import MODELS, RECIPE, prepared, rules, without
+from benchmarks.models import tuned
+from benchmarks.models.tasks import source
+from benchmarks.models.tuned import CONTEXT
 from benchmarks.store import Store
-from benchmarks.tune_models import CONTEXT
 
 STEPS, SEEDS, UNSEEN = 300, 2, 96
 FLOAT32, BFLOAT16, TUNED = "float32", "bfloat16", "tuned"
@@ -63,8 +63,8 @@ class _Task:
 TASKS: dict[str, _Task] = {
     "GPT-2 4x128": _Task(MODELS["GPT-2 4x128"].batches, _unseen_text),
     "MiniLM 6x384": _Task(
-        lambda seed: tune_models.sentences(seed, slice(UNSEEN, None)),
-        lambda: next(tune_models.sentences(0, slice(UNSEEN), UNSEEN)),
+        lambda seed: tuned.sentences(seed, slice(UNSEEN, None)),
+        lambda: next(tuned.sentences(0, slice(UNSEEN), UNSEEN)),
     ),
 }
 
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     store = Store(chosen.json, Run, {"transformers": transformers.__version__, "recipe": RECIPE, "steps": STEPS})
     for name in fnmatch.filter(TASKS, chosen.models):
-        if name in tune_models.MODELS and name not in tune_models.available():
+        if name in tuned.MODELS and name not in tuned.available():
             continue
         sides = [(name, side, seed) for seed in range(SEEDS) for side in SIDES]
         if set(sides) <= {(run.model, run.side, run.seed) for run in store.rows}:

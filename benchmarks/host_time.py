@@ -31,19 +31,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import AmpModule
 from autocastfx.numerics.watch import Watch
 from benchmarks.command import Command, verdict
-from benchmarks.models import FullModel, ResNet50
-from benchmarks.small_models import SMALL
+from benchmarks.models.families import FullModel, ResNet50, bert, vit
+from benchmarks.models.small import SMALL
 from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, spread, timed, turns
 from benchmarks.training import AUTOCAST, DEFAULT, FLOAT32, Setting, Training, training
@@ -57,9 +57,7 @@ WATCH_LIMIT = 1.02
 
 # ---- a forward ------------------------------------------------------------------------------------------------------
 
-_NARROW: dict[str, Any] = {
-    **{"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 12, "intermediate_size": 16}
-}
+_VIT = {"intermediate_size": 16, "image_size": 16, "patch_size": 8}
 
 
 class _MLP(nn.Module):
@@ -76,23 +74,14 @@ def _tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def _bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_NARROW, vocab_size=32))
-
-
-def _vit() -> nn.Module:
-    sizes: dict[str, Any] = {**_NARROW, "image_size": 16, "patch_size": 8, "num_labels": 4}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
-
-
 def _images(batch: int, size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(batch, 3, size, size), "labels": torch.zeros(batch, dtype=torch.long)}
 
 
 MODELS: dict[str, FullModel] = {
     "MLP 16 layers": FullModel(_MLP, lambda: {"x": torch.zeros(1, 16)}),
-    "BERT 12 layers": FullModel(_bert, _tokens),
-    "ViT 12 layers": FullModel(_vit, lambda: _images(1, 16)),
+    "BERT 12 layers": FullModel(partial(bert, 16, 12, 2, 32, intermediate_size=16), _tokens),
+    "ViT 12 layers": FullModel(partial(vit, 16, 12, 2, 4, **_VIT), lambda: _images(1, 16)),
     "ResNet-50": FullModel(lambda: ResNet50(width=8, classes=4), lambda: _images(2, 32)),
 }
 

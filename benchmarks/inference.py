@@ -26,8 +26,8 @@ import torch
 
 import autocastfx
 from benchmarks.command import DTYPES, Command, settings_of, verdict
-from benchmarks.models import FullModel
-from benchmarks.small_models import SMALL
+from benchmarks.models.families import FullModel
+from benchmarks.models.small import SMALL
 from benchmarks.store import Store
 from benchmarks.timing import ratios, spread, timed
 

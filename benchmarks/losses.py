@@ -37,8 +37,8 @@ from torch import nn
 
 from autocastfx.errors import UnsupportedError
 from benchmarks.command import DTYPES, Command, settings_of
-from benchmarks.losses_tasks import FOLLOWED, STEPS, Followed
-from benchmarks.models import FullModel
+from benchmarks.models.families import FullModel
+from benchmarks.models.followed import FOLLOWED, STEPS, Followed
 from benchmarks.store import Store
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, FLOAT32, HALF, Setting, training
 

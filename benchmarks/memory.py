@@ -49,7 +49,8 @@ from autocastfx import OpList
 from autocastfx.errors import UnsupportedError
 from benchmarks import saved, training
 from benchmarks.command import Command, verdict
-from benchmarks.models import TRAINED, FullModel
+from benchmarks.models.families import FullModel
+from benchmarks.models.full import TRAINED
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
 

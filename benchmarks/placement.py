@@ -25,7 +25,8 @@ from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import origin
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.command import Command, verdict
-from benchmarks.models import BATCH, MODELS, FullModel
+from benchmarks.models.families import FullModel
+from benchmarks.models.full import BATCH, MODELS
 from benchmarks.store import Store
 
 BYTES = 6  # that a cast moves for each element

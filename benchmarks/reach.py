@@ -2,9 +2,9 @@
 
     python -m benchmarks.reach [--cases 'llama*'] [--kind transformers,hand] [--ways convert,backend] [--json PATH]
 
-Small models of transformers (:mod:`benchmarks.reach_models`), the hand-written hard cases of the zoo, and those that no
-single graph can hold (:mod:`benchmarks.hand.dynamic`), in bfloat16 on the CPU. Each case runs in a process of its own,
-for two minutes at most. Verdicts:
+Small models of transformers (:mod:`benchmarks.models.architectures`), the hand-written hard cases of the zoo, and those
+that no single graph can hold (:mod:`benchmarks.models.hand.dynamic`), in bfloat16 on the CPU. Each case runs in a
+process of its own, for two minutes at most. Verdicts:
 
 - ``right``: outputs and gradients, each as one vector, are at most twice as far from float32's as torch.autocast's are,
   and an epsilon of the dtype. Where torch.autocast fails, it is taken to be two epsilons away.
@@ -43,11 +43,11 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx.errors import AutocastFXError
 from benchmarks.command import Command
-from benchmarks.hand import HAND, dynamic
-from benchmarks.reach_models import small_models
+from benchmarks.judge import ASSUMED_EPS, distance
+from benchmarks.models.architectures import small_models
+from benchmarks.models.hand import HAND, dynamic
+from benchmarks.models.zoo import ZooModel
 from benchmarks.store import Store
-from benchmarks.zoo_judge import ASSUMED_EPS, distance
-from benchmarks.zoo_models import ZooModel
 
 LOW = torch.bfloat16
 BATCH = 2

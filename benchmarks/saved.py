@@ -27,8 +27,8 @@ from autocastfx import AmpModule
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.saved_choice import SavedSearch
 from benchmarks import timing
-from benchmarks.models import FullModel
-from benchmarks.small_models import CLASSES, SMALL, images
+from benchmarks.models.families import FullModel
+from benchmarks.models.small import CLASSES, SMALL, small_images
 from benchmarks.step_counts import count
 
 DEFAULT, CHOSEN = "as computed", "chosen"
@@ -46,7 +46,7 @@ def _convnext() -> nn.Module:
 
 TWINS: dict[str, FullModel] = {
     **{name: SMALL[name] for name in ("ResNet-50 112", "ViT 4x192")},
-    "ConvNeXt 32": FullModel(_convnext, lambda: images(112)),
+    "ConvNeXt 32": FullModel(_convnext, lambda: small_images(112)),
     **{name: SMALL[name] for name in ("BERT eager", "GPT-2 eager", "T5 2+2x256", "Llama 4x256")},
 }
 

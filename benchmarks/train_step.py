@@ -36,7 +36,7 @@ import torch
 
 from autocastfx.errors import UnsupportedError
 from benchmarks.command import DTYPES, Command, settings_of, verdict
-from benchmarks.small_models import SMALL
+from benchmarks.models.small import SMALL
 from benchmarks.step_counts import count
 from benchmarks.step_table import Row, compiled_table, table, targets
 from benchmarks.store import Store

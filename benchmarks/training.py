@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from benchmarks.models import FullModel
+from benchmarks.models.families import FullModel
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ from autocastfx.numerics.plan_search import Budget, PlanSearch
 from autocastfx.numerics.tune import prices_on, tune
 from autocastfx.report.lint.roofline import find_gpu
 from benchmarks.command import DTYPES, Command, verdict
+from benchmarks.models.tuned import MODELS, available, trained
 from benchmarks.store import Store
 from benchmarks.tune_judge import Bench, Judged
-from benchmarks.tune_models import MODELS, available, trained
 from benchmarks.tune_table import DEFAULT, Row, table
 
 MEASURED, HELD_OUT, JUDGED = 10, 2, 8

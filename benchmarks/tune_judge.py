@@ -24,7 +24,7 @@ from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.edited_plan import read_plan
 from autocastfx.plan.plan import Forced, Plan, PlannedNode, Precision, Prices
 from autocastfx.policy.op_list import load_op_list
-from benchmarks.tune_models import Case
+from benchmarks.models.tuned import Case
 
 NODES, PLANS = 24, 8
 _MOVES = (Precision.LOW, Precision.FLOAT32)

@@ -7,7 +7,7 @@
 The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` select all
 of either kind. Each model is converted once for each dtype and level of folding, and the result is called in training
 and in evaluation mode, so that every case also tests switching modes. A case passes if it meets the criterion of
-:mod:`benchmarks.zoo_judge`, at the size of the conversion and at another one, and no gradient is missing or not finite.
+:mod:`benchmarks.judge`, at the size of the conversion and at another one, and no gradient is missing or not finite.
 
 A ratio is our distance to float32 divided by torch.autocast's: for the output and the gradient closest to their bounds,
 and for all gradients as one vector; each is the geometric mean over some draws of the inputs. With ``--json`` the file
@@ -48,10 +48,10 @@ from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import tensors, uses
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.command import DTYPES, Command
-from benchmarks.hand import HAND
+from benchmarks.judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, typical, worst
 from benchmarks.machine import moment
-from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, typical, worst
-from benchmarks.zoo_models import ZOO, ZooModel, draw
+from benchmarks.models.hand import HAND
+from benchmarks.models.zoo import ZOO, ZooModel, draw
 
 MODELS = {model.name: model for model in (*ZOO, *HAND)}
 FIRST_SIZE = (2, 16)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from benchmarks.models import FullModel
+from benchmarks.models.families import FullModel
 
 # torch enters a tensor's device around many calls. Without CUDA it has nothing to enter it with.
 GUARD = """

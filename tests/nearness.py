@@ -1,7 +1,7 @@
 """The judge that tests share: may a model in 16 bits be as far from float32 as it is?
 
 The measure is torch.autocast, on the same model and inputs: each result may be 1.2 times as far from float32's, and an
-epsilon. A test that needs other numbers says which. ``benchmarks.zoo_judge`` holds whole models to the same.
+epsilon. A test that needs other numbers says which. ``benchmarks.judge`` holds whole models to the same.
 """
 
 from __future__ import annotations

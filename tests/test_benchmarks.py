@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import accuracy, conversion, memory, optimizer_step, report
-from benchmarks.accuracy_tasks import TASKS, CharacterGPT
 from benchmarks.command import Command
+from benchmarks.models.tasks import TASKS, CharacterGPT
 from benchmarks.store import Store
 
 pytestmark = pytest.mark.usefixtures("threads_kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,23 +10,24 @@ import torch
 from torch import nn
 
 from autocastfx.graph.node import tensors
-from benchmarks.gpu import models, sides
+from benchmarks.gpu import sides
 from benchmarks.gpu.plan import ALIGNED, STEPS
-from benchmarks.models import FullModel
+from benchmarks.models.families import FullModel, bert, gpt2, llama, t5, vit
+from benchmarks.models.gpu import MODELS
 from benchmarks.training import DEFAULT, FASTEST, SIDES
 from tests.fake_cuda import on_fake_cuda
 
 # Of full width, which costs nothing here, but of few layers.
 FEW_LAYERS = {
-    "BERT, padded": FullModel(lambda: models._bert(1024, 1, 16), models.MODELS["BERT-large b32 s512, padded"].inputs),
-    "GPT-2": FullModel(lambda: models._gpt2(1024, 1, 16), models.MODELS["GPT-2 medium b8 s1024"].inputs),
-    "Llama": FullModel(lambda: models._llama(1), models.MODELS["Llama 1.1B b2 s2048"].inputs),
-    "ViT": FullModel(lambda: models._vit(1024, 1, 16), models.MODELS["ViT-L b64"].inputs),
-    "ResNet": models.MODELS["ResNet tiny"],
-    "T5, padded": FullModel(lambda: models._t5(768, 1, 12), models.MODELS["T5-base b16 s512, padded"].inputs),
+    "BERT, padded": FullModel(partial(bert, 1024, 1, 16), MODELS["BERT-large b32 s512, padded"].inputs),
+    "GPT-2": FullModel(partial(gpt2, 1024, 1, 16), MODELS["GPT-2 medium b8 s1024"].inputs),
+    "Llama": FullModel(partial(llama, 2048, 1, 32, 5632, num_key_value_heads=4), MODELS["Llama 1.1B b2 s2048"].inputs),
+    "ViT": FullModel(partial(vit, 1024, 1, 16), MODELS["ViT-L b64"].inputs),
+    "ResNet": MODELS["ResNet tiny"],
+    "T5, padded": FullModel(partial(t5, 768, 1, 12), MODELS["T5-base b16 s512, padded"].inputs),
 }
 FULL = (*STEPS, *ALIGNED, "GPT-2 b8 s1024", "BERT-base b8 s512")
-LARGE = [pytest.param(models.MODELS[name], marks=pytest.mark.slow, id=name) for name in FULL]
+LARGE = [pytest.param(MODELS[name], marks=pytest.mark.slow, id=name) for name in FULL]
 
 
 @pytest.mark.parametrize("full", [*(pytest.param(full, id=name) for name, full in FEW_LAYERS.items()), *LARGE])

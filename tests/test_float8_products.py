@@ -22,7 +22,7 @@ from benchmarks.gpu.stages.float8_products import (
     quantised,
     rowwise,
 )
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance
 from tests.helpers import TORCH
 
 FEW = Rounds(2, 2, 0, 1)

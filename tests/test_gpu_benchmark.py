@@ -27,12 +27,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import autocastfx
 from autocastfx.runtime.regions import Region
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import models, rows, sides, table
+from benchmarks.gpu import rows, sides, table
 from benchmarks.gpu.plan import BASIC, CALLS, LIGER, RIVALS, STEPS, TIMED, plan
 from benchmarks.gpu.stage import Given, Rounds
 from benchmarks.gpu.stages import samples, steps, suite, without_waiting
 from benchmarks.machine import processor
-from benchmarks.models import FullModel
+from benchmarks.models import gpu as models
+from benchmarks.models.families import FullModel
 from benchmarks.training import (
     AUTOCAST,
     DEFAULT,

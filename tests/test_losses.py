@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import losses, losses_tasks, report
+from benchmarks import losses, report
 from benchmarks.losses import AUTOCAST, CONTROL, DEFAULT, FASTEST, FLOAT32, Run
-from benchmarks.losses_tasks import FOLLOWED
+from benchmarks.models.followed import FOLLOWED, STEPS
 
 
 def _runs(side: str, *offsets: float, model: str = "m") -> list[Run]:
@@ -53,7 +53,7 @@ def test_the_results_that_are_kept_are_whole_and_the_default_follows_float32() -
     runs = [Run(**row) for row in json.loads((report.RESULTS / "losses-cpu.json").read_text())["rows"]]
     expected = {(name, side, seed) for name in FOLLOWED for side in losses.SIDES for seed in range(losses.SEEDS)}
     assert {(run.model, run.side, run.seed) for run in runs} == expected
-    assert all(len(run.losses) == losses_tasks.STEPS for run in runs)
+    assert all(len(run.losses) == STEPS for run in runs)
     reached = {told.split(":")[0]: reached for told, reached in losses.targets(losses.rows(runs))}
     assert reached.keys() == set(losses.OURS)
     assert reached[DEFAULT]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import reach
-from benchmarks.hand import HAND
+from benchmarks.models.hand import HAND
+from benchmarks.models.zoo import ZooModel, generator
 from benchmarks.store import Store
-from benchmarks.zoo_models import ZooModel, generator
 from tests.integrations.test_skipped_code import Experts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks import compiled_step, inference, memory, report, step_table, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
-from benchmarks.models import TRAINED, FullModel
-from benchmarks.small_models import SMALL
+from benchmarks.models.families import FullModel
+from benchmarks.models.full import TRAINED
+from benchmarks.models.small import SMALL
 
 BATCH = 3
 CACHED = "cached, fold=exact"

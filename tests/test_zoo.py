@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from benchmarks import zoo
-from benchmarks.gradient_scale import gradient_distances, gradient_scales
-from benchmarks.hand import HAND
+from benchmarks.judge import Distance, Forward, distance, gradient_distances, gradient_scales, typical
+from benchmarks.models.hand import HAND
+from benchmarks.models.zoo import ZooModel
 from benchmarks.report import RESULTS
 from benchmarks.zoo import MODELS, Draw, Kept, Row, Run, as_on_cuda, counts, judge, measure, run
-from benchmarks.zoo_judge import Distance, Forward, distance, typical
-from benchmarks.zoo_models import ZooModel
 from tests.helpers import sampled
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -42,9 +42,9 @@ from autocastfx.runtime.operators.wide_linear import ROWS_OF_STAGE
 from autocastfx.runtime.regions import Region
 from autocastfx.training import copying_step
 from benchmarks.command import Command
-from benchmarks.gpu.models import MODELS
 from benchmarks.memory import cuda_dropout, make_fake
-from benchmarks.models import FullModel
+from benchmarks.models.families import FullModel
+from benchmarks.models.gpu import MODELS
 from benchmarks.step_counts import allocates
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, Setting, training
 

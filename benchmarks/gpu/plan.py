@@ -41,8 +41,8 @@ TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 3, 0.2, 1, 2)
 # What decides the figures of a stage's module: by default, all that runs in a step.
 _RUN = tuple(f"autocastfx/{name}" for name in ("capture", "graph", "passes", "plan", "policy", "runtime", "training"))
 STEP_OF_A_MODEL = (
-    *(*_RUN, "op_lists", "benchmarks/training.py", "benchmarks/models.py"),
-    *(f"benchmarks/gpu/{name}.py" for name in ("measure", "models", "sides")),
+    *(*_RUN, "op_lists", "benchmarks/training.py", "benchmarks/models/families.py", "benchmarks/models/gpu.py"),
+    *(f"benchmarks/gpu/{name}.py" for name in ("measure", "sides")),
 )
 DECIDED_BY: Mapping[str, Sequence[str]] = {
     "environment": (),

@@ -21,7 +21,7 @@ from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.amp_module import view
 from autocastfx.runtime.captures import Captures
 from benchmarks.gpu.measure import failure
-from benchmarks.gpu.models import built
+from benchmarks.models.gpu import built
 from benchmarks.training import Setting, Training, adamw, halved, side_of, training_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.errors import AutocastFXError
-from benchmarks.gradient_scale import gradient_distances
+from benchmarks.judge import ASSUMED_EPS, Distance, distance, gradient_distances, worst
 from benchmarks.packages.case import Case, Given, is_floating
 from benchmarks.packages.row import Row
-from benchmarks.zoo_judge import ASSUMED_EPS, Distance, distance, worst
 
 WAYS = ("convert", "enable", "train", "checkpointed convert", "checkpointed enable", "check")
 STEPS = 3

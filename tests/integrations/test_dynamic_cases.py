@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import autocastfx
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
-from benchmarks.hand import HAND, dynamic
-from benchmarks.zoo_models import ZooModel
+from benchmarks.models.hand import HAND, dynamic
+from benchmarks.models.zoo import ZooModel
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

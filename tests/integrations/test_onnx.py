@@ -18,7 +18,7 @@ import autocastfx
 from autocastfx import AmpModule
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.operators.casts import saturating_cast
-from benchmarks.zoo_models import ZOO
+from benchmarks.models.zoo import ZOO
 from tests.golden.readme import INTEGRATIONS, outputs, run, section
 from tests.helpers import Function, Net, sampled, unchecked
 

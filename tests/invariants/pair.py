@@ -23,8 +23,7 @@ from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.plan.plan import Precision
 from autocastfx.runtime.operators.casts import saturating_cast
-from benchmarks.gradient_scale import gradient_distances
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance, gradient_distances
 from tests.helpers import Net
 
 LOW = [torch.float16, torch.bfloat16]

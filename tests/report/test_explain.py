@@ -13,7 +13,7 @@ from torch import nn
 import autocastfx
 from autocastfx.plan.plan import Precision, Why
 from autocastfx.policy.op_list import preset_folder
-from benchmarks.zoo_models import ZOO
+from benchmarks.models.zoo import ZOO
 from tests.helpers import Function
 
 

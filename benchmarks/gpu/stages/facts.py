@@ -18,7 +18,7 @@ from benchmarks.gpu.measure import said
 from benchmarks.gpu.sides import DTYPES
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gpu.stages.samples import is_there, stand_in
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance
 
 aten = torch.ops.aten
 WIDTH = 512

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autocastfx
 from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release, settle, timed
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance
 
 BFLOAT16, TORCHAO = "bfloat16", "torchao rowwise"
 # The op lists of the converted sides. Those after the preset take every product that the recipe has.

@@ -16,7 +16,7 @@ from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.float8 import _parts
 from benchmarks.gpu.measure import Work, failure, interleaved, release, settle, timed
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12  # torchao's: what is smaller becomes 0, and the scale stays finite

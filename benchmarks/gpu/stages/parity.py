@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from benchmarks.gpu.measure import failure, release, settle
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
-from benchmarks.gradient_scale import gradient_distances
+from benchmarks.judge import distance, gradient_distances
 from benchmarks.training import AUTOCAST, FLOAT32, side_of
-from benchmarks.zoo_judge import distance
 
 SCALE = 1024.0  # of the loss, so that small gradients do not vanish in float16; the same on all sides
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release, settle, timed
-from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
+from benchmarks.models.gpu import built
 from benchmarks.training import AUTOCAST, HALF, Setting, Training, halved, side_of, training_of
 
 KERNELS = ", kernels"  # after the model's name, in the rows of what the profiler saw

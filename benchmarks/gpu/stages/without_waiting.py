@@ -13,8 +13,8 @@ from benchmarks.gpu.measure import failure
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gpu.stages.steps import in_a_graph
+from benchmarks.judge import distance
 from benchmarks.training import Setting, Training
-from benchmarks.zoo_judge import distance
 
 WARM_UP = 3  # steps
 

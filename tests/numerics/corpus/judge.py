@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from benchmarks.zoo_judge import distance
+from benchmarks.judge import distance
 from tests.numerics.corpus.case import Call, Case
 
 __all__ = ["DTYPES", "Judgement", "Reference", "Run", "judge", "judge_model", "judge_ours", "modes_of", "refer"]

@@ -23,7 +23,7 @@ from autocastfx.plan.plan import UNLISTED, Cause, Decision, Placement, Precision
 from autocastfx.plan.sensitivity import OUTPUT, Effect, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.rule import Category
-from benchmarks.tune_models import MODELS
+from benchmarks.models.tuned import MODELS
 from tests.decided import traced
 from tests.helpers import examples
 from tests.passes.random_graphs import KINDS, build, near, outputs

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.hand.case import WIDTH, case, linears, rows
-from benchmarks.zoo_models import generator
+from benchmarks.models.hand.case import WIDTH, case, linears, rows
+from benchmarks.models.zoo import generator
 
 
 def rescaled_when_large(self: Any, x: Tensor) -> Tensor:

@@ -9,20 +9,19 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autocastfx.numerics.logprob_gap import loss_of
-from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsViT, Task
-from benchmarks.losses_tasks import FOLLOWED
-from benchmarks.models import ResNet
+from benchmarks.models.families import STILL_BERT, STILL_GPT2, ResNet, bert, gpt2, t5
+from benchmarks.models.followed import FOLLOWED
+from benchmarks.models.tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsViT, Task
 
 WARM_UP, CONTEXT, BATCH = 40, 64, 8
 _MINILM, _LENGTH = "MiniLM 6x384", 32
@@ -87,11 +86,11 @@ def _batches_of(name: str) -> Callable[[int], Iterator[dict[str, Tensor]]]:
 _TEXT = CharacterGPT(steps=10_000, batch=BATCH, rate=1e-3, context=CONTEXT, validation=0)
 
 
-def _text(seed: int) -> Iterator[dict[str, Tensor]]:
+def text(seed: int) -> Iterator[dict[str, Tensor]]:
     return ({"input_ids": inputs, "labels": labels.contiguous()} for inputs, labels in _TEXT.batches(seed))
 
 
-def _masked(seed: int) -> Iterator[dict[str, Tensor]]:
+def masked(seed: int) -> Iterator[dict[str, Tensor]]:
     """Every sixth token hidden, to be found again."""
     generator = torch.Generator().manual_seed(seed)
     for inputs, _ in _TEXT.batches(seed):
@@ -100,30 +99,14 @@ def _masked(seed: int) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": ids, "labels": torch.where(hidden, inputs, -100)}
 
 
-_SIZES: dict[str, Any] = {"vocab_size": len(ALPHABET) + 1}
+_VOCABULARY = len(ALPHABET) + 1
+_NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 
 
-def gpt2(layers: int, width: int = 64) -> Case:
+def gpt2_case(layers: int, width: int = 64) -> Case:
     """GPT-2 of any depth and width, on characters."""
-
-    def build() -> nn.Module:
-        sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": CONTEXT, "use_cache": False}
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
-
-    return Case(build, _text)
-
-
-def _bert() -> nn.Module:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
-
-
-def _t5() -> nn.Module:
-    sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2}
-    special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0, "use_cache": False}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special, **_SIZES))  # type: ignore[arg-type]
+    sizes = (width, layers, 4, _VOCABULARY)
+    return Case(partial(gpt2, *sizes, n_positions=CONTEXT, **STILL_GPT2, **_NO_ENDS), text)
 
 
 class _Tagger(nn.Module):
@@ -166,7 +149,7 @@ def _open_llama() -> nn.Module:
 @cache
 def _minilm() -> tuple[Any, nn.Module, Any]:
     """The example of fine-tuning, the encoder with its weights, and its tokenizer."""
-    examples = str(Path(__file__).resolve().parents[1] / "examples")
+    examples = str(Path(__file__).resolve().parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
     encoder, tokenize = importlib.import_module("embed_sentences").load()
@@ -214,12 +197,12 @@ MODELS: dict[str, Case] = {
     "char GPT": _of_task(CharacterGPT(steps=10_000, batch=BATCH, rate=1e-3, context=CONTEXT, validation=0)),
     "digits ViT": _of_task(DigitsViT(steps=10_000, batch=32, rate=1e-3)),
     "digits CNN": _of_task(DigitsCNN(steps=10_000, batch=32, rate=1e-3)),
-    "BERT 2x64": Case(_bert, _masked),
+    "BERT 2x64": Case(partial(bert, 64, 2, 4, _VOCABULARY, **STILL_BERT), masked),
     "GPT-2 2x64": _followed("GPT-2 2x64"),
     "Llama 2x64": _followed("Llama 2x64"),
     "Llama open": Case(_open_llama, _batches_of("Llama 2x64")),
-    "T5 2+2x64": Case(_t5, _text),
-    "LSTM 2x64": Case(_Tagger, _text),
+    "T5 2+2x64": Case(partial(t5, 64, 2, 4, _VOCABULARY, dropout_rate=0.0), text),
+    "LSTM 2x64": Case(_Tagger, text),
     "ResNet-18": Case(_resnet18, _batches_of("ResNet-10")),
     _MINILM: Case(
         *(_classifier, sentences, lambda out, batch: F.cross_entropy(out, batch["labels"]), _without_labels), rate=5e-5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.hand.case import WIDTH, case, linears, masked, rows
+from benchmarks.models.hand.case import WIDTH, case, linears, masked, rows
 
 LOWEST = torch.finfo(torch.float32).min
 _QKV = linears("q", "k", "v")

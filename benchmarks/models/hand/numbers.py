@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.hand.case import WIDTH, case, images, linears
+from benchmarks.models.hand.case import WIDTH, case, images, linears
 
 
 def large_squared_norm(self: Any, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.hand.case import WIDTH, case, linears, rows
+from benchmarks.models.hand.case import WIDTH, case, linears, rows
 
 
 def nested_outputs(self: Any, x: Tensor) -> dict[str, Any]:

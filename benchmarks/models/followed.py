@@ -5,15 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, Task
-from benchmarks.models import FullModel, ResNet
+from benchmarks.models.families import STILL_GPT2, FullModel, ResNet, gpt2, llama
+from benchmarks.models.tasks import ALPHABET, CharacterGPT, DigitsCNN, Task
 
 STEPS, CONTEXT = 200, 64
 
@@ -75,27 +74,19 @@ class Text(Followed):
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
-_FIXED: dict[str, Any] = {"vocab_size": len(ALPHABET) + 1, "use_cache": False, "attn_implementation": "eager"}
-
-
-def _gpt2() -> nn.Module:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT + 1}
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **still, **_FIXED))  # type: ignore[arg-type]
-
-
-def _llama() -> nn.Module:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 172}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **_FIXED))  # type: ignore[arg-type]
+_VOCABULARY = len(ALPHABET) + 1
 
 
 def _text(make: Callable[[], nn.Module]) -> Text:
     return Text(CharacterGPT(steps=STEPS, batch=8, rate=1e-3, context=CONTEXT, validation=0), make)
 
 
-# Without dropout: its masks are drawn alike in all precisions only on some devices.
+_EAGER = {"attn_implementation": "eager"}
+_SIZES = {"n_positions": CONTEXT + 1, "bos_token_id": 0, "eos_token_id": 0}
+
+# Without dropout.
 FOLLOWED: dict[str, Followed] = {
     "ResNet-10": Images(DigitsCNN(steps=STEPS, batch=32, rate=5e-4), lambda: ResNet((1, 1, 1, 1), 16, classes=10)),
-    "GPT-2 2x64": _text(_gpt2),
-    "Llama 2x64": _text(_llama),
+    "GPT-2 2x64": _text(partial(gpt2, 64, 2, 4, _VOCABULARY, **_SIZES, **STILL_GPT2, **_EAGER)),
+    "Llama 2x64": _text(partial(llama, 64, 2, 4, 172, _VOCABULARY, **_EAGER)),
 }

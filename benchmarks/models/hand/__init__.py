@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.hand import attention, numbers, state, structure
-from benchmarks.zoo_models import ZooModel
+from benchmarks.models.hand import attention, numbers, state, structure
+from benchmarks.models.zoo import ZooModel
 
 HAND: tuple[ZooModel, ...] = (*attention.CASES, *state.CASES, *numbers.CASES, *structure.CASES)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from benchmarks.zoo_models import ZooModel, generator
+from benchmarks.models.zoo import ZooModel, generator
 
 _LARGEST = 3_000_000  # parameters: what the rule cannot make small is left out
 # The names that configurations give to sizes, and the values that they get here.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.hand.case import WIDTH, case, images, linears, rows, tokens
+from benchmarks.models.hand.case import WIDTH, case, images, linears, rows, tokens
 
 
 def item_assignment(self: Any, x: Tensor) -> Tensor:

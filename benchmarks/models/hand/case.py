@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_models import Inputs, ZooModel, generator
+from benchmarks.models.zoo import Inputs, ZooModel, generator
 
 WIDTH = 16  # features of every row
 
