@@ -394,6 +394,13 @@ def plain_error(
     return raised
 
 
+def may_be_of_model(error: CaptureError) -> bool:
+    """True if Dynamo met code that it does not follow, which may raise an exception of the model's own."""
+    from torch._dynamo.exc import Unsupported, UserError
+
+    return isinstance(error.__context__, (Unsupported, UserError))
+
+
 def _failure_of_its_own(error: Exception) -> str:
     """Return what the model's own code raises; empty if it is Dynamo that fails."""
     from torch._dynamo.exc import TorchRuntimeError

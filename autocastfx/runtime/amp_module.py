@@ -136,7 +136,8 @@ class AmpModule(fx.GraphModule):
     def _called(
         self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None
     ) -> Any:
-        result = self._captures.call(runs, args, kwargs, around=around)
+        call = self._captures.call_as_model if runs is self else self._captures.call
+        result = call(runs, args, kwargs, around=around)
         if NOW.last is not None:
             self._note_results(result, args, kwargs)
         return result

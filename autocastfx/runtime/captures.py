@@ -22,9 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
 from autocastfx.capture.captured import Captured
-from autocastfx.capture.dynamo import compiled_in_one_graph, contexts_for, for_any_size, forward_caller, plain_error
+from autocastfx.capture.dynamo import (
+    compiled_in_one_graph,
+    contexts_for,
+    for_any_size,
+    forward_caller,
+    may_be_of_model,
+    plain_error,
+)
 from autocastfx.capture.kept_whole import keeping_whole
-from autocastfx.capture.leave_intact import capturing, own_thread_state, set_up_by_call
+from autocastfx.capture.leave_intact import capturing, isolated, own_thread_state, set_up_by_call
 from autocastfx.capture.mended import (
     asks_for_gradients,
     cached_functions,
@@ -36,7 +43,7 @@ from autocastfx.capture.mended import (
 from autocastfx.capture.plain_function import refuse_trained
 from autocastfx.capture.progress import capture_shown, stage
 from autocastfx.capture.shape_guard import shape_guard
-from autocastfx.errors import ManyVariantsWarning
+from autocastfx.errors import CaptureError, ManyVariantsWarning
 from autocastfx.graph.alias import note_inner_writes
 from autocastfx.graph.node import HELD, STORED, HeldTensor, path_and_around, set_value, value
 from autocastfx.graph.walk import all_nodes, mode_of
@@ -111,6 +118,19 @@ class Captures:
             return self._call_apart(plain, args, kwargs)
         finally:
             now.runs, now.args, now.kwargs, now.around, now.without = before
+
+    def call_as_model(
+        self, runs: Runs, args: Sequence[Any], kwargs: Mapping[str, Any], *, around: Around | None = None
+    ) -> Any:
+        """Call the model; where nothing can be captured, raise what the model raises, as one that checks its inputs."""
+        try:
+            return self.call(runs, args, kwargs, around=around)
+        except CaptureError as error:
+            failure = error
+        if may_be_of_model(failure):  # outside of the handler, whose error would be the other's context
+            with isolated(self.model):
+                self.model(*args, **kwargs)
+        raise failure
 
     def _call_set_up(
         self, undo: Callable[[], None], plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -146,6 +146,56 @@ def test_an_error_says_what_where_and_what_next(name: str) -> None:
         convert(function)
 
 
+class UnlikeError(Exception):
+    def __init__(self, what: str, size: int) -> None:  # Dynamo does not follow this
+        super().__init__(what)
+        self.size = size
+
+
+def refuses(m: Net, x: Tensor) -> Tensor:
+    m.calls.add_(1)
+    if x.shape[1] == 8:
+        raise UnlikeError("too wide", 8) from KeyError("width")
+    return x
+
+
+REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception]]] = {
+    "an exception": (raises, OwnError),
+    "one of a class that Dynamo does not follow": (refuses, UnlikeError),
+    "an assertion": (asserts, AssertionError),
+    "a key": (lambda m, x: x * {"a": 1.0}[str(x.shape[1])], KeyError),
+    "a division": (lambda m, x: x * (1 / (x.shape[1] - 8)), ZeroDivisionError),
+}
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_call_raises_what_the_model_raises(name: str, with_gradients: bool) -> None:
+    function, kind = REFUSALS[name]
+    model = Net(function)
+    model.register_buffer("calls", torch.zeros(()))
+    amp_model = autocastfx.convert(model, dtype="bfloat16")
+    with torch.set_grad_enabled(with_gradients):
+        with pytest.raises(kind) as expected:
+            model(X)
+        with pytest.raises(kind) as found:
+            amp_model(X)
+    assert found.value.args == expected.value.args
+    assert vars(found.value) == vars(expected.value)
+    assert repr(found.value.__cause__) == repr(expected.value.__cause__)
+    assert found.traceback[-1].lineno == expected.traceback[-1].lineno  # the model's own line
+    assert not isinstance(found.value.__context__, CaptureError)
+    assert model.calls <= 1  # that of the model itself
+
+
+def test_a_call_that_the_model_takes_is_told_why_it_is_not_captured() -> None:
+    model = Net(lambda m, x: x + m.count.add_(1) if x.sum() > 0 else -x)
+    model.register_buffer("count", torch.zeros(()))
+    with pytest.raises(CaptureError, match=VALUES):
+        autocastfx.convert(model, dtype="bfloat16")(X)
+    assert model.count == 0  # the model was tried on copies
+
+
 def test_the_module_is_named_where_torchs_code_fails() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 2)))
     with pytest.raises(CaptureError, match=r"\nIn module '1\.1' \(Linear\), called with input=float32\[3, 4\]\n"):
