@@ -219,7 +219,7 @@ def convert(
     signature = CallSignature.of(module.forward)
     leaves = converter.op_list.functions()
     if is_given:
-        _bind(signature, module, args, kwargs)
+        _bind(signature, module, args, kwargs, takes_all=weights != "low")
     done = f"{'converted' if is_given else 'prepared'} {type(module).__name__}"
     with parts(done):
         whole = functions_at(leaves)
@@ -355,9 +355,11 @@ def _as_module(model: object) -> nn.Module:
     return module
 
 
-def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def _bind(
+    signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, takes_all: bool
+) -> Call:
     try:
-        return signature.bind(args, kwargs)
+        return (signature.describe if takes_all else signature.bind)(args, kwargs)
     except TypeError as error:
         hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
         hint = f" {INPUTS_ALONE}" if len(args) > 1 else hint

@@ -23,13 +23,12 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, sized
+from autocastfx.capture.guards import asking_mends, guarding_mends
 from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT, keeping_mends
 from autocastfx.capture.leave_intact import Shared, capturing
 from autocastfx.capture.mended import (
-    asking_mends,
     cache_mends,
     class_mends,
-    guarding_mends,
     knowing_mends,
     messages_after_graph,
     object_mends,
@@ -170,7 +169,7 @@ def mends() -> list[tuple[Any, str, Any]]:
     - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
     - The graphs of other models for the same code, as behind a break, do not count.
     - Casts are noted as the code writes them, and whether it asks for gradients.
-    - Methods of the model's classes are guarded, and tuples without a length (:func:`guarding_mends`).
+    - Methods of the model's classes are guarded, tuples without a length, and what is absent (:func:`guarding_mends`).
     - Code branches on small tensors of numbers and sizes (:func:`knowing_mends`).
     - Classes of tensors give their attributes on (:func:`class_mends`).
     """

@@ -84,7 +84,7 @@ def _candidates(plan: Plan, converter: Any) -> Iterator[tuple[tuple[str, str, st
         lists = converter.op_list.merged(OpList.of({"allow": [op]}, name="edit"))
         name = "default" if converter.op_list.name == plan.low else converter.op_list.name
         where = f'mine.yaml, and op_list=["{name}", "mine.yaml"]'
-        says = f"{count} nodes run in 16 bits; compare before you keep it"
+        says = f"{count} {'node runs' if count == 1 else 'nodes run'} in 16 bits; compare before you keep it"
         yield (f"allow: [{op}]", where, says), replace(converter, op_list=lists)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -221,15 +222,24 @@ def _in_short(gradient: torch.Tensor) -> list[float]:
 
 
 def _copied(arguments: Arguments) -> Arguments:
-    """Copy the tensors; one that is given twice stays one."""
-    made: dict[int, torch.Tensor] = {}
+    """Copy the tensors and the objects; one that is given twice stays one.
 
-    def copy(leaf: torch.Tensor) -> torch.Tensor:
+    Raises:
+        CallError: an object cannot be copied.
+    """
+    made: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            try:
+                return copy.deepcopy(leaf, made)
+            except Exception as error:  # whatever the object raises
+                raise CallError(TypeError(f"an argument cannot be copied: {error}")) from error
         if id(leaf) not in made:
             made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return made[id(leaf)]
 
-    return cast("Arguments", pytree.tree_map_only(torch.Tensor, copy, arguments))
+    return cast("Arguments", pytree.tree_map(copied, arguments))
 
 
 def _modules(model: nn.Module) -> Sequence[nn.Module]:

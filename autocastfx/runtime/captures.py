@@ -30,10 +30,10 @@ from autocastfx.capture.dynamo import (
     may_be_of_model,
     plain_error,
 )
+from autocastfx.capture.guards import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, isolated, own_thread_state, set_up_by_call
 from autocastfx.capture.mended import (
-    asks_for_gradients,
     cached_functions,
     pads,
     stored_results,

@@ -1,0 +1,209 @@
+"""What Dynamo does not guard though the code reads it: it is guarded, or noted, while Dynamo captures.
+
+- Methods of the model's classes, which Dynamo takes to stay what they are.
+- What is absent: a key of a dictionary, an attribute of an object, as in ``try: ... except KeyError``.
+- The lengths of tuples whose class has no length.
+- Whether gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, cast
+
+from torch import nn
+
+
+def guarding_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._C._dynamo.guards import GuardManager
+    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+    from torch._dynamo.variables.functions import UserMethodVariable
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    call: Any = UserMethodVariable.call_function
+
+    @wraps(call)
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        guarded = tx.output.__dict__.setdefault("autocastfx_methods", set[Any]())
+        if self.source_fn is not None and self.fn not in guarded and not str(self.fn.__module__).startswith("torch."):
+            guarded.add(self.fn)
+            install_guard(self.source_fn.make_guard(GuardBuilder.CLOSURE_MATCH))
+        return call(self, tx, args, kwargs)
+
+    call_of_module: Any = UnspecializedNNModuleVariable.call_function
+
+    @wraps(call_of_module)
+    def call_module(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        forwards = tx.output.__dict__.setdefault("autocastfx_forwards", dict[Any, Any]())
+        if self.source is not None:
+            if not forwards:
+                install_guard(self.source.make_guard(_guard_on(forwards)))
+            forwards[type(self.value)] = _calls_of(type(self.value))
+        return call_of_module(self, tx, args, kwargs)
+
+    length: Any = GuardBuilder.SEQUENCE_LENGTH
+
+    @wraps(length)
+    def guard_length(self: Any, guard: Any) -> None:
+        value = self.get(guard)
+        if isinstance(value, tuple) and type(value).__len__ is not tuple.__len__:  # e3nn's Irrep raises
+            self.TYPE_MATCH(guard)
+            count, told = tuple.__len__(cast("tuple[Any, ...]", value)), [f"tuple.__len__({guard.name})"]
+
+            def has_count(now: tuple[Any, ...]) -> bool:
+                return tuple.__len__(now) == count
+
+            parts = get_verbose_code_parts(told, guard)
+            self.get_guard_manager(guard).add_lambda_guard(has_count, parts, guard.user_stack)
+        else:
+            length(self, guard)
+
+    mends: list[tuple[Any, str, Any]] = [
+        (UserMethodVariable, "call_function", call_function),
+        (UnspecializedNNModuleVariable, "call_function", call_module),
+        (GuardBuilder, "SEQUENCE_LENGTH", guard_length),
+        *_absence_mends(),
+    ]
+    if (mark := getattr(GuardManager, "add_dimension_marking_guard", None)) is not None:
+
+        def guard_marks(self: Any, *args: Any) -> None:
+            if not issubclass(self.get_type_of_guarded_value(), nn.Parameter):  # whose sizes are static all the same
+                mark(self, *args)
+
+        mends.append((GuardManager, "add_dimension_marking_guard", guard_marks))
+    return mends
+
+
+def _guard_on(forwards: Mapping[Any, Any]) -> Callable[[Any, Any], None]:
+    """Return what guards that classes of modules have these methods, one guard for all: one each would take longer."""
+
+    def guard_forwards(builder: Any, guard: Any) -> None:
+        def are_as_before(_: object) -> bool:
+            return all(_calls_of(kind) == calls for kind, calls in forwards.items())
+
+        builder.get_guard_manager(guard).add_lambda_guard(
+            are_as_before, ["classes of modules have the forward and __call__ that they had"], guard.user_stack
+        )
+
+    return guard_forwards
+
+
+def _calls_of(kind: Any) -> tuple[Any, Any]:
+    call = kind.__call__
+    return kind.forward, call is nn.Module.__call__ or call  # which traces exchange for a while
+
+
+def _absence_mends() -> list[tuple[Any, str, Any]]:
+    """Return the mends for what code finds to be absent, or empty, some of which one torch has and the next one not."""
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import builtin, dicts, user_defined
+    from torch._dynamo.variables.dicts import ConstDictVariable
+    from torch._dynamo.variables.misc import PythonModuleVariable
+
+    look_up: Any = ConstDictVariable.getitem_const_raise_exception_if_absent
+    has: Any = PythonModuleVariable.call_obj_hasattr
+
+    @wraps(look_up)
+    def look_key_up(self: Any, tx: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tx, [key])
+        return look_up(self, tx, key)
+
+    @wraps(has)
+    def has_attribute(self: Any, tx: Any, name: str) -> Any:
+        _guard_attribute(self, name)
+        return has(self, tx, name)
+
+    def guards_length(function: Any) -> Any:
+        @wraps(function)
+        def with_length(*args: Any) -> Any:
+            variable = args[-1]
+            if variable.source is not None and issubclass(variable.python_type(), dict):
+                install_guard(variable.source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+            return function(*args)
+
+        return with_length
+
+    of_object = getattr(dicts, "DunderDictVariable", None)  # vars(object)
+    wrapped = [
+        (getattr(builtin, "GetAttrBuiltinVariable", None), "call_function", _guarding_absence),  # torch 2.13
+        (builtin.BuiltinVariable, "call_getattr", _guarding_absence),  # torch 2.11
+        (getattr(user_defined, "OrderedDictVariable", None), "as_python_constant", guards_length),
+        *((module, "generic_bool", guards_length) for module in (symbolic_convert, builtin)),
+    ]
+    return [
+        (ConstDictVariable, look_up.__name__, look_key_up),
+        (PythonModuleVariable, has.__name__, has_attribute),
+        *((owner, name, wrap(getattr(owner, name))) for owner, name, wrap in wrapped if hasattr(owner, name)),
+        *(
+            (of_object, name, getattr(ConstDictVariable, name))
+            for name in ("install_dict_contains_guard", "install_dict_keys_match_guard")
+            if of_object is not None
+        ),
+    ]
+
+
+def _guarding_absence(get: Any) -> Any:
+    """Return what stands for Dynamo's ``getattr``, and guards that an attribute is absent."""
+    from torch._dynamo.exc import ObservedAttributeError
+
+    @wraps(get)
+    def get_attribute(self: Any, tx: Any, *given: Any) -> Any:
+        try:
+            return get(self, tx, *given)
+        except ObservedAttributeError:
+            owner, name = given[0][:2] if isinstance(given[0], (list, tuple)) else given[:2]
+            _guard_attribute(owner, name.as_python_constant())
+            raise
+
+    return get_attribute
+
+
+def _guard_attribute(variable: Any, name: str) -> None:
+    """Guard whether an object has an attribute."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+
+    if variable.source is not None:
+        install_guard(variable.source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+
+
+# Whether code that Dynamo captures asks if gradients are recorded, or switches them on.
+
+
+class _Asked(threading.local):
+    yes = False
+
+
+_ASKED = _Asked()
+
+
+def asks_for_gradients() -> bool:
+    """Return whether the code that this thread captures has done so, for the graph that a backend is given."""
+    asked, _ASKED.yes = _ASKED.yes, False
+    return asked
+
+
+class _Noting:
+    """Stands for the guard that Dynamo takes where code asks or switches, and notes that it is taken.
+
+    Code under ``torch.no_grad()`` does the same in either case: its graph with gradients serves calls without, and says
+    which nodes are under it.
+    """
+
+    def __init__(self, guard: Any) -> None:
+        self.guard = guard
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        _ASKED.yes |= instance is None or cast("Any", instance).target_values != [False]
+        return self.guard
+
+
+def asking_mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name."""
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+
+    return [(GradModeVariable, "_guards_singleton", _Noting(GradModeVariable._guards_singleton))]
