@@ -29,6 +29,29 @@ class FunctionModule(nn.Module):
         made.training = self.training
         return made
 
+    def refuse_trained(self, held: Mapping[str, torch.Tensor], graph: fx.Graph) -> None:
+        """Refuse a graph of the function that reads tensors which need gradients from around it.
+
+        Args:
+            held: what the graph reads that is no argument, by its name.
+            graph: the graph.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        for name, tensor in held.items():
+            if tensor.requires_grad:
+                readers = (
+                    user for node in graph.find_nodes(op="get_attr") if node.target == name for user in node.users
+                )
+                what = f"{list(tensor.shape)}, at {next((line_of(user) for user in readers), name)}"
+                raise UnsupportedError(
+                    f"the function {type(self).__name__} reads a tensor from around it that requires a gradient "
+                    f"({what}). A function has no parameters, so no optimizer, state_dict or .to(device) of the result "
+                    "would reach it. Write the function as the forward of an nn.Module that holds the tensor, or the "
+                    "module that it is a parameter of, and convert that; or pass it in as an argument."
+                )
+
 
 def is_function(value: object) -> bool:
     """True for functions of Python, methods bound to an object, ``functools.partial`` of these, and torch's own."""
@@ -85,26 +108,3 @@ def _taking_all(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return forward
-
-
-def refuse_trained(module: nn.Module, held: Mapping[str, torch.Tensor], graph: fx.Graph) -> None:
-    """Refuse a graph of a function that reads tensors which need gradients from around the function.
-
-    Args:
-        module: what was captured.
-        held: what the graph reads that is no argument, by its name.
-        graph: the graph.
-
-    Raises:
-        UnsupportedError: it is one.
-    """
-    for name, tensor in held.items() if isinstance(module, FunctionModule) else ():
-        if tensor.requires_grad:
-            readers = (user for node in graph.find_nodes(op="get_attr") if node.target == name for user in node.users)
-            what = f"{list(tensor.shape)}, at {next((line_of(user) for user in readers), name)}"
-            raise UnsupportedError(
-                f"the function {type(module).__name__} reads a tensor from around it that requires a gradient ({what})"
-                ". A function has no parameters, so no optimizer, state_dict or .to(device) of the result would reach "
-                "it. Write the function as the forward of an nn.Module that holds the tensor, or the module that it "
-                "is a parameter of, and convert that; or pass it in as an argument."
-            )

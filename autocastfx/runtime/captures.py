@@ -40,7 +40,7 @@ from autocastfx.capture.mended import (
     tell_of_caches,
     tell_of_padding,
 )
-from autocastfx.capture.plain_function import refuse_trained
+from autocastfx.capture.plain_function import FunctionModule
 from autocastfx.capture.progress import capture_shown, stage
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.errors import CaptureError, ManyVariantsWarning
@@ -186,7 +186,8 @@ class Captures:
             modes = tuple(m.training for m in self.model.modules())
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 graph = self._captured(module, inputs, modes)
-        refuse_trained(self.model, graph.read({}), graph.captured.graph)
+        if isinstance(self.model, FunctionModule):
+            self.model.refuse_trained(graph.read({}), graph.captured.graph)
         self._name_outer_modules(graph)
         graph.captured.graph.output_node().meta[STORED] = stored
         if NOW.runs is not None:
