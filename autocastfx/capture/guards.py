@@ -1,7 +1,8 @@
 """What Dynamo does not guard though the code reads it: it is guarded, or noted, while Dynamo captures.
 
 - Methods of the model's classes, which Dynamo takes to stay what they are.
-- What is absent: a key of a dictionary, an attribute of an object, as in ``try: ... except KeyError``.
+- What is absent: a key of a dictionary or an attribute of an object, as in ``try: ... except KeyError``; and in a class
+  itself an attribute that it inherits.
 - The lengths of tuples whose class has no length.
 - Whether gradients are recorded.
 """
@@ -100,6 +101,7 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
     """Return the mends for what code finds to be absent, or empty, some of which one torch has and the next one not."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import TypeDictSource
     from torch._dynamo.variables import builtin, dicts, user_defined
     from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.misc import PythonModuleVariable
@@ -112,6 +114,21 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
         if key not in self:
             self.install_dict_contains_guard(tx, [key])
         return look_up(self, tx, key)
+
+    contains: Any = GuardBuilder.DICT_CONTAINS
+    not_contains: Any = getattr(GuardBuilder, "DICT_NOT_CONTAINS", partial(contains, invert=True))  # torch 2.11
+    of_instance: Any = user_defined.UserDefinedObjectVariable
+    from_class: Any = of_instance.get_source_by_walking_mro
+
+    @wraps(from_class)
+    def inherited(self: Any, *given: Any) -> Any:
+        kind, name = type(self.value), given[-1]
+        output = cast("Any", symbolic_convert.InstructionTranslator.current_tx()).output
+        absent = output.__dict__.setdefault("autocastfx_absent", set[Any]())
+        if self.cls_source is not None and name not in vars(kind) and (kind, name) not in absent:
+            absent.add((kind, name))  # Dynamo guards the classes between this one and the one that has the attribute
+            install_guard(TypeDictSource(self.cls_source).make_guard(partial(not_contains, key=name)))
+        return from_class(self, *given)
 
     @wraps(has)
     def has_attribute(self: Any, tx: Any, name: str) -> Any:
@@ -137,6 +154,7 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
     ]
     return [
         (ConstDictVariable, look_up.__name__, look_key_up),
+        (of_instance, from_class.__name__, inherited),
         (PythonModuleVariable, has.__name__, has_attribute),
         *((owner, name, wrap(getattr(owner, name))) for owner, name, wrap in wrapped if hasattr(owner, name)),
         *(

@@ -22,6 +22,17 @@ class Settings:
     pass
 
 
+class Base:
+    scale = 1.0
+
+    def read(self) -> float:
+        return self.scale
+
+
+class Derived(Base):
+    pass
+
+
 class Falling:
     """An object whose ``__getattr__`` reads another attribute, if it is there."""
 
@@ -123,6 +134,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
     "in a mapping": (Table, has, set_key),
     "an attribute": (SimpleNamespace, attribute, set_attribute),
     "an attribute of a class": (Settings, attribute, lambda read: set_attribute(type(read))),
+    "an attribute that a class inherits": (Derived, attribute, lambda read: set_attribute(Derived)),
+    "a method that a class inherits": (
+        Derived,
+        lambda read: read.read(),
+        lambda read: setattr(Derived, "read", lambda self: 4.0),
+    ),
     "an attribute of a module": (lambda: nn.Linear(2, 2), attribute, set_attribute),
     "an attribute of a tensor": (lambda: torch.zeros(1), attribute, set_attribute),
     "an attribute of a Python module": (lambda: MODULE, of_module, set_attribute),
@@ -139,9 +156,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
 def without_attributes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
     yield
-    for owner in (MODULE, Settings):
-        if "scale" in vars(owner):
-            delattr(owner, "scale")
+    for owner, name in ((MODULE, "scale"), (Settings, "scale"), (Derived, "scale"), (Derived, "read")):
+        if name in vars(owner):
+            delattr(owner, name)
 
 
 @pytest.mark.parametrize("way", ["convert", "enable"])
