@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import autocastfx
 from autocastfx.errors import UncapturedGraphWarning
-from tests.report.test_cells import EVIL, shown
+from tests.graph.test_cell import EVIL, shown
 
 
 class Broken(nn.Module):

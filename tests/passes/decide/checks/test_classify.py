@@ -38,7 +38,7 @@ def x() -> torch.Tensor:
 def test_a_listed_op_has_the_place_of_its_rule_as_source(x: torch.Tensor) -> None:
     decision = plan_of(lambda x: x @ x, x)["matmul"].decision
     file, line, column = str(decision.source).split(":")
-    shown = (Path(__file__).parents[3] / file).read_text().splitlines()[int(line) - 1]
+    shown = (Path(__file__).parents[4] / file).read_text().splitlines()[int(line) - 1]
     assert shown[int(column) - 1 :].startswith("matmul")
     assert "tensor cores" in decision.reason
 

@@ -15,7 +15,7 @@ from autocastfx.graph.node import uses
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.node_effects import Replay, _is_counted, errors_at, jumps, least_error
 from autocastfx.numerics.segments import Read
-from tests.numerics.test_replay import PORTS, captured
+from tests.numerics.node_effects.test_replay import PORTS, captured
 
 PROBES = 64
 

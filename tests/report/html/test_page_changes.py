@@ -14,8 +14,8 @@ from autocastfx.report.dump import view_of
 from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
+from tests.report.html.test_page_view import Tower
 from tests.report.shown import Shown
-from tests.report.test_page_view import Tower
 
 MINE = autocastfx.OpList.of({"deny": ["relu"], "modules": [{"path": "layers.4", "category": "float32"}]}, name="mine")
 

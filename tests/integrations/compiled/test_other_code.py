@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import autocastfx
 from autocastfx import CompileBackend
 from autocastfx.errors import UncapturedGraphWarning
-from tests.integrations.test_skipped_before import Broken
+from tests.integrations.skipped_code.test_skipped_before import Broken
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

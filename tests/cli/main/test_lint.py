@@ -71,7 +71,7 @@ def test_what_is_wrong_is_a_few_lines(
 
 
 def test_the_pages_name_the_command() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[3] / "docs"
     assert "`autocastfx lint MODEL" in (docs / "command-line.md").read_text(encoding="utf-8")
     for gpu in ("V100", "A100", "A100-80GB", "H100"):
         assert f"`{gpu}`" in (docs / "when-to-use.md").read_text(encoding="utf-8")
