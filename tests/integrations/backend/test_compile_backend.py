@@ -321,16 +321,6 @@ def test_a_function_of_torch_that_a_list_names_stays_whole() -> None:
     assert "torch.nn.functional.normalize(" in graph.module.code
 
 
-def test_it_has_a_name_and_takes_its_arguments_as_options() -> None:
-    model, x, seen = Layers().eval(), torch.randn(3, 8), list[CompiledGraph]()
-    options = {"dtype": LOW, "inner": "eager", "report": seen.append}
-    found = torch.compile(model, backend="autocastfx", options=options)(x)[0]
-    assert torch.equal(found, autocastfx.convert(model, (x,), dtype=LOW)(x)[0])
-    assert len(seen) == 1
-    with pytest.raises(Exception, match="unexpected keyword argument 'dtpye'"):
-        torch.compile(Tied(), backend="autocastfx", options={"dtpye": LOW})(*tokens())
-
-
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 

@@ -169,15 +169,6 @@ def test_promoted_operands_meet_in_the_widest(rules: autocastfx.OpList, x: torch
     assert "addcmul: f16 = addcmul(matmul, matmul_1, matmul_2)" in listing
 
 
-def test_a_cast_that_follows_a_dtype_follows_it(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        low = x @ x
-        return x.to(low.dtype), x.type_as(low), torch.zeros(2, dtype=low.dtype), low.float()
-
-    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False, dtype="float16")
-    assert [o.dtype for o in model(x)] == [LOW, LOW, LOW, torch.float32]
-
-
 def test_the_device_is_that_of_the_weights_where_the_inputs_are_numbers(rules: autocastfx.OpList) -> None:
     class Held(nn.Module):
         def __init__(self) -> None:
