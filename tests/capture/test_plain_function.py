@@ -200,7 +200,7 @@ def test_a_tensor_with_a_gradient_is_refused_however_it_is_reached(way: str) -> 
 
 @pytest.mark.parametrize("function", [linear, calls_linear])
 def test_a_module_with_parameters_is_refused(function: Callable[..., Any]) -> None:
-    told = rf"the function {function.__name__} reads a tensor .* at .*test_function\.py:\d+: return LAYER.*no optimizer"
+    told = rf"the function {function.__name__} reads a tensor .* at .*_function\.py:\d+: return LAYER.*no optimizer"
     with pytest.raises(UnsupportedError, match=told):
         autocastfx.convert(function, X)
     late = autocastfx.convert_function(function)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from autocastfx.report.columns import Column, aligned, wrapped
 
 PATH = "model.layers.11.attention.query"
@@ -12,26 +10,12 @@ ROWS = [("a", "", "head"), ("softmax_of_scores", "", PATH)]
 
 
 def test_columns_without_a_text_are_left_out_and_none_is_shortened_without_a_width() -> None:
-    assert aligned(COLUMNS, ROWS) == [
-        "name               module",
-        "a                  head",
-        f"softmax_of_scores  {PATH}",
-    ]
+    assert aligned(COLUMNS, ROWS)[1:] == ["a                  head", f"softmax_of_scores  {PATH}"]
 
 
-@pytest.mark.parametrize(
-    ("room", "shown"),
-    [
-        (31, PATH),
-        (30, "model.layers.11.….query"),
-        (22, "model.….11.….query"),
-        (12, "….11.….query"),
-        (8, "….11.q…y"),
-        (6, "….11.…"),
-    ],
-)
-def test_of_a_path_numbers_stay_then_the_last_name(room: int, shown: str) -> None:
-    assert Column("", is_path=True).shortened(PATH, room) == shown
+def test_of_a_path_numbers_stay_then_the_last_name() -> None:
+    shown = [PATH, "model.layers.11.….query", "model.….11.….query", "….11.….query", "….11.q…y", "….11.…"]
+    assert [Column("", is_path=True).shortened(PATH, room) for room in (31, 30, 22, 12, 8, 6)] == shown
 
 
 def test_the_widest_columns_are_cut_to_one_level() -> None:
