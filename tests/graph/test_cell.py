@@ -12,7 +12,7 @@ import autocastfx
 from autocastfx.graph.cell import preformatted, table
 from autocastfx.report.explain import Explanation
 from tests.decided import decided
-from tests.golden.models import converted
+from tests.golden.models import CASES, converted
 
 EVIL = "<script>alert('x')</script>"
 
@@ -90,7 +90,7 @@ def test_an_explanation_is_a_text_too() -> None:
 
 
 def test_a_comparison() -> None:
-    amp_model = converted("cnn")
+    amp_model = CASES["cnn"]()
     compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))
     assert str(compared) == compared.table()
     assert repr(compared).startswith("Comparison(")

@@ -10,7 +10,7 @@ import torch
 
 import autocastfx
 from tests.browser import Browser, needs_browser
-from tests.golden.models import converted
+from tests.golden.models import CASES, converted
 
 
 class Frames(HTMLParser):
@@ -35,7 +35,7 @@ def test_a_cell_shows_the_page_in_a_frame_of_its_own() -> None:
 
 
 def test_it_takes_what_dump_takes() -> None:
-    amp_model = converted("cnn")
+    amp_model = CASES["cnn"]()
     compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))
     page = autocastfx.show(amp_model, comparison=compared, against=amp_model.plan)
     assert page.text == autocastfx.dump(amp_model, format="html", comparison=compared, against=amp_model.plan)

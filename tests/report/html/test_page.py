@@ -242,7 +242,7 @@ def test_a_sub_graph_is_a_group(page: Browser, shown: Callable[..., Shown]) -> N
 
 
 def test_measured_numbers_are_shown(page: Browser, shown: Callable[..., Shown]) -> None:
-    amp_model = converted("cnn")
+    amp_model = CASES["cnn"]()
     compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8), gradients=True)
     page.open(shown(amp_model, comparison=compared).path)
     page.click("#tab-errors")

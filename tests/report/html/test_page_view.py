@@ -17,7 +17,7 @@ from torch import nn
 import autocastfx
 from autocastfx.report.dump import view_of
 from tests.browser import Browser, needs_browser
-from tests.golden.models import converted
+from tests.golden.models import CASES, converted
 from tests.report.shown import Shown, as_written
 
 pytestmark = needs_browser
@@ -211,7 +211,7 @@ def test_a_page_of_a_comparison_that_failed_opens_where_it_begins(page: Browser,
 
 
 def test_a_page_without_a_failure_has_no_banner(page: Browser, shown: Show) -> None:
-    amp_model = converted("cnn")
+    amp_model = CASES["cnn"]()
     page.open(shown(amp_model, comparison=autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))).path)
     assert not page.driver.find_element("css selector", "#banner").is_displayed()
     page.click("#tab-errors")
