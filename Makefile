@@ -123,7 +123,7 @@ $(TRITON): Makefile
 kernels: $(INSTALLED) $(TRITON)
 	$(call step,kernels: pytest by Triton's interpreter) { \
 	  PYTHONPATH=.triton TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) \
-	    tests/runtime/kernels; \
+	    tests/runtime/kernels tests/training/test_step_kernel.py; \
 	}
 
 # They stay out of .venv, so that all else is tested as it is for those who have none of them.

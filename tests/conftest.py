@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from autocastfx.runtime.around import is_inside
 from tests.thread_state import thread_state
+
+HAS_TRITON = find_spec("triton") is not None
+IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # `make test` draws the same examples and values in each run, `make test-all` new ones.
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -118,3 +123,16 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Triton's kernels run on a CPU by its interpreter: ``make kernels``."""
+    if not IS_INTERPRETED:
+        pytest.skip("needs the package triton and TRITON_INTERPRET=1: make kernels")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    if not HAS_TRITON:
+        pytest.skip("needs the package triton: make kernels")

@@ -15,7 +15,7 @@ from autocastfx.report.html import SCRIPTS, asset, render_html
 from autocastfx.report.view import View
 from tests.browser import browser
 from tests.golden.models import converted
-from tests.report.test_page import gpt2, stacked
+from tests.report.html.test_page import gpt2, stacked
 
 ROUNDS = 9
 SEARCH = """

@@ -1,5 +1,5 @@
-"""Where modules lie and what they may import: layers of the package, one way. ``python -m tests.test_layout`` prints
-what breaks the rules.
+"""Where modules lie, what they may import, and where their tests are: layers of the package, one way. ``python -m
+tests.test_layout`` prints what breaks the rules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -39,6 +39,12 @@ ROOMS = ("analysis", "decide", "patterns", "torch_autocast")  # of passes: what 
 SHARED = ("casts", "state")  # the interface of passes
 RUNS_PASSES = ("pipeline",)
 MOST_IN_ROOT, MOST_LINES = 9, 700
+# Tests of no single module: other packages in use, models for many modules, and all kernels at once.
+OF_MANY = (
+    *(f"integrations/test_{name}.py" for name in ("peft", "torchao", "trainers_page")),
+    "numerics/test_corpus.py",
+    "runtime/kernels/test_compile.py",
+)
 
 
 def broken(package: Path) -> Iterator[str]:
@@ -60,6 +66,29 @@ def broken(package: Path) -> Iterator[str]:
                 yield f"{'.'.join(name)}:{line} imports {'.'.join(imported)}"
     for circle in nx.simple_cycles(arrows):
         yield f"a circle of imports: {' → '.join(sorted(circle))}"
+
+
+def without_mirror(package: Path, tests: Path, of_many: Collection[str] = ()) -> Iterator[str]:
+    """Modules with code that no test file is named after, and test files that no module has the name of.
+
+    Beside ``room/test_module.py``, or in its place, the files of ``room/module/`` test the parts of a module.
+    """
+    homes = dict[str, Path]()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).with_name(path.stem.strip("_"))
+        homes |= {f"{name}": path, f"{name.parent / f'test_{name.name}'}": path}
+    found = dict[Path, str]()
+    for path in sorted(tests.rglob("test_*.py")):
+        name = path.relative_to(tests)
+        home = homes.get(f"{name.with_suffix('')}") or homes.get(f"{name.parent}")
+        if home is not None:
+            found[home] = f"{name}"
+        elif (package / name.parts[0]).is_dir() and name.as_posix() not in of_many:
+            yield f"{name} is no test of a module, and in no folder of one"
+    for path in sorted({*homes.values()} - found.keys()):
+        has_code = any(isinstance(node, ast.FunctionDef) for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+        if has_code and not path.stem.startswith("__"):
+            yield f"{path.relative_to(package)} has no test of its name"
 
 
 def module_of(imported: tuple[str, ...], package: Path) -> str:
@@ -97,6 +126,28 @@ def may_import(name: tuple[str, ...], imported: tuple[str, ...]) -> bool:
 
 def test_every_module_imports_lower_layers_alone() -> None:
     assert list(broken(PACKAGE)) == []
+
+
+def test_tests_mirror_modules() -> None:
+    assert list(without_mirror(PACKAGE, ROOT / "tests", OF_MANY)) == []
+    assert all((ROOT / "tests" / name).is_file() for name in OF_MANY)
+
+
+def test_what_is_no_mirror_is_said(tmp_path: Path) -> None:
+    modules = ("files", "plan/__init__", "plan/plan", "plan/_cause", "plan/diff", "plan/data", "plan/rows/row")
+    tests = ("other/test_x", "test_y", "plan/test_cause", "plan/plan/test_part", "plan/rows/test_row", "plan/test_part")
+    for name in modules:
+        (path := tmp_path / "pack" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1" if name == "plan/data" else "class A:\n    def f(self): pass")
+    for name in tests:
+        (path := tmp_path / "tests" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert list(without_mirror(tmp_path / "pack", tmp_path / "tests")) == [
+        "plan/test_part.py is no test of a module, and in no folder of one",
+        "files.py has no test of its name",
+        "plan/diff.py has no test of its name",
+    ]
+    assert "test_part" not in next(without_mirror(tmp_path / "pack", tmp_path / "tests", ["plan/test_part.py"]))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +275,6 @@ def test_a_conversion_seldom_calls_a_layer_above(traced: list[list[str]]) -> Non
 
 
 if __name__ == "__main__":
-    found = list(broken(PACKAGE))
+    found = [*broken(PACKAGE), *without_mirror(PACKAGE, ROOT / "tests", OF_MANY)]
     print(*found, f"{len(found)} violations", sep="\n")
     raise SystemExit(bool(found))

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import autocastfx
-from autocastfx.cli.doctor import Diagnosis
 from autocastfx.cli.main import main
 from autocastfx.plan.plan import Why
 from autocastfx.policy.rule import Category
@@ -289,36 +288,6 @@ def test_lists_path_and_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1
     assert out.startswith("gelu: infer → deny\n")
     assert run(capsys, "lists", "diff", "float16", "default")[:2] == (0, "both say the same\n")
-
-
-def test_doctor_tells_versions_devices_and_missing_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "doctor", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["devices"][0][0] == "cpu"
-    assert "avg_pool3d" in found["no_kernel"]["cpu"]["float16"]
-    assert "fft_fft" not in found["no_kernel"]["cpu"]["float16"], "no list lets it run in 16 bits anyway"
-    assert found["speeds"]["cpu"].keys() == {"float16", "bfloat16"}
-    assert all(ratio > 0 for ratio in found["speeds"]["cpu"]["bfloat16"].values())
-    assert found["compilers"].keys() == {"C++ compiler", "Triton"}
-
-
-def test_doctor_says_what_its_findings_mean() -> None:
-    speeds = {
-        "float16": {"a product": 150.4, "a convolution": None},
-        "bfloat16": {"a product": 0.31, "a convolution": 2.0},
-    }
-    told = str(Diagnosis({}, (), {"cpu": {"float16": ("rrelu",)}}, ("xpu",), {"cpu": speeds}, {"Triton": "is there"}))
-    assert told.splitlines() == [
-        "on cpu these run in float32, for want of a float16 kernel: rrelu",
-        "on xpu no missing kernels are known",
-        "on cpu float16 takes 150 in a product and no part in a convolution of float32's time: use the other 16-bit "
-        "dtype, or leave models in float32: here this one saves memory alone",
-        "on cpu bfloat16 takes 0.31 in a product and 2 in a convolution of float32's time: models that are mostly "
-        "convolutions become slower",
-        "Triton: is there",
-    ]
 
 
 def test_convert_saves_a_model_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

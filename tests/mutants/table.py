@@ -20,202 +20,138 @@ MODULES = (
     *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "mended_run", "paired_run", "watch")),
 )
 
-# Beside the test file that mirrors a module: the others that exercise it, the quickest first.
+# Beside the test file and the folder that mirror a module: the others that exercise it, the quickest first.
 _LISTS = (
     "policy/test_op_list.py",
     "policy/test_yaml_tree.py",
     "policy/test_match.py",
-    "policy/test_keywords.py",
+    "policy/test_read_rules.py",
     "policy/test_write_list.py",
 )
-_STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
-_MANY = ("training/test_host_copy.py", "training/test_optimizer_distributed.py")
-_PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_cheaply.py")
-_WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
-_AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
+_STEPS = (
+    "training/test_optimizer.py",
+    "training/test_gradients.py",
+    "training/test_masters.py",
+    "training/test_loss_scaler.py",
+)
+_MANY = ("training/loss_scale/test_host_copy.py", "training/optimizer/test_optimizer_distributed.py")
+_PLACING = ("passes/test_place.py", "passes/analysis/test_place_cheaply.py")
+_WRITES = (
+    "passes/recompose/test_merge_repeated.py",
+    "invariants/test_mutation.py",
+    "capture/masks/test_constant_masks.py",
+)
+_AUTOCAST = ("passes/torch_autocast/test_insert_casts.py", "passes/torch_autocast/test_expand.py")
 _LOW_WEIGHTS = ("runtime/test_stored_low.py", "runtime/test_working_copies.py")
-_FLOAT8 = ("passes/test_float8.py", "numerics/test_float8_tune.py", "numerics/test_float8_check.py")
+_FLOAT8 = ("passes/test_float8.py", "numerics/test_float8_search.py", "numerics/check/test_float8_check.py")
 _OTHERS = "test_conversion.py"
-_VARIANTS = ("runtime/test_module_protocol.py", "capture/test_python_state.py", _OTHERS)
+_VARIANTS = ("runtime/amp_module/test_module_protocol.py", "capture/mended/test_python_state.py", _OTHERS)
 
 ALSO: dict[str, tuple[str, ...]] = {
     "passes/decide/checks.py": (
-        "passes/decide/test_classify.py",
-        "graph/test_product.py",
-        "passes/analysis/test_masks.py",
+        "graph/sizes/test_product.py",
+        "passes/analysis/value_ranges/test_masks.py",
         "policy/test_match.py",
-        "passes/analysis/test_whole_numbers.py",
+        "passes/analysis/exact_numbers/test_whole_numbers.py",
     ),
     "passes/insert_casts.py": (
-        "passes/analysis/test_cross_entropy.py",
+        "passes/test_casts.py",
+        "passes/analysis/units/test_cross_entropy.py",
         "invariants/test_casts.py",
-        "passes/analysis/test_masks.py",
+        "passes/analysis/value_ranges/test_masks.py",
         *_PLACING,
-        "passes/test_drop_loss_casts.py",
         *_LOW_WEIGHTS,
         "invariants/test_tying.py",
     ),
     "passes/pipeline.py": (
-        _OTHERS,
+        *("passes/test_state.py", _OTHERS),
         "runtime/test_stored_low.py",
         "plan/test_edited_plan.py",
         "test_calibration.py",
         *_VARIANTS,
         *("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
-        "plan/test_cause.py",
-        "graph/test_product.py",
+        "plan/plan/test_cause.py",
+        "graph/sizes/test_product.py",
     ),
     "passes/casts.py": ("invariants/test_casts.py", *_PLACING, "invariants/test_tying.py", *_AUTOCAST),
     "passes/place.py": (
         *_PLACING,
         "plan/test_edited_plan.py",
         *_LOW_WEIGHTS,
-        "passes/analysis/test_place_cheaply.py",
-        "passes/analysis/test_place_simply.py",
         "numerics/test_plan_search.py",
         "numerics/test_tune.py",
     ),
     "passes/recompose.py": (
         "passes/patterns/test_patterns.py",
-        "passes/patterns/test_attention.py",
+        "passes/patterns/patterns/test_attention.py",
         "runtime/operators/test_short_attention.py",
-        "passes/test_replace_attention.py",
-        "passes/test_merge_repeated.py",
-        "passes/test_group_heads.py",
     ),
-    "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py", *_FLOAT8[:1]),
+    "passes/verify.py": ("passes/torch_autocast/test_insert_casts.py", "invariants/test_mutation.py", *_FLOAT8[:1]),
     "passes/analysis/node_errors.py": _FLOAT8,
-    "policy/float8.py": ("policy/test_recipes.py", "policy/test_float8_list.py", *_FLOAT8[:1]),
-    "passes/analysis/place_cheaply.py": (
-        *_PLACING,
-        "passes/analysis/test_place_cheaply.py",
-        *_LOW_WEIGHTS,
-        "passes/analysis/test_provenance.py",
-        "passes/analysis/test_place_simply.py",
-        "invariants/test_islands.py",
-        "passes/analysis/test_folding.py",
-    ),
+    "policy/float8.py": _FLOAT8[:1],
+    "passes/analysis/place_cheaply.py": (*_PLACING, *_LOW_WEIGHTS, "invariants/test_islands.py"),
+    "passes/widen.py": ("passes/decide/test_widening.py",),
     "passes/decide/widening.py": ("passes/test_widen.py",),
-    "passes/decide/demands.py": ("passes/decide/test_cancellations.py",),
     "passes/analysis/units.py": (
         "runtime/operators/test_cross_entropy_loss.py",
-        "passes/analysis/test_place_simply.py",
         "passes/test_insert_casts.py",
-        "passes/analysis/test_place_cheaply.py",
         "invariants/test_mutation.py",
         *_PLACING,
-        "passes/analysis/test_cross_entropy.py",
-        "passes/analysis/test_ports.py",
     ),
     "passes/analysis/exact_numbers.py": (
-        "passes/decide/test_classify.py",
-        *("passes/decide/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
-        *("passes/analysis/test_whole_numbers.py", *_AUTOCAST),
+        *("passes/decide/checks/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
+        *_AUTOCAST,
         "passes/decide/test_demands.py",
-        "passes/analysis/test_whole_numbers.py",
-        "passes/analysis/test_distances.py",
     ),
     "passes/analysis/value_ranges.py": (
-        "passes/decide/test_classify.py",
+        "passes/decide/checks/test_classify.py",
         "invariants/test_masks.py",
         "test_calibration.py",
-        "passes/analysis/test_masks.py",
     ),
     "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
     "passes/state.py": (
         "passes/analysis/test_backward_adds.py",
         "passes/test_recompose.py",
-        "passes/test_replace_attention.py",
+        "passes/recompose/test_replace_attention.py",
         "test_calibration.py",
         _OTHERS,
     ),
-    "passes/patterns/patterns.py": (
-        "passes/patterns/test_pattern.py",
-        "passes/test_recompose.py",
-        "passes/patterns/test_patterns.py",
-        "passes/patterns/test_attention.py",
-    ),
+    "passes/patterns/patterns.py": ("passes/test_recompose.py",),
     "passes/torch_autocast/dispatch.py": (*_AUTOCAST, "presets/test_registrations.py"),
-    "passes/torch_autocast/expand.py": ("passes/torch_autocast/test_follow.py",),
-    "passes/torch_autocast/insert_casts.py": (
-        "passes/torch_autocast/test_expand.py",
-        *_AUTOCAST,
-        "passes/torch_autocast/test_follow.py",
-        _OTHERS,
-    ),
-    "capture": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "graph/alias.py": (
-        *_WRITES,
-        "passes/test_insert_casts.py",
-        "passes/test_replace_attention.py",
-        "graph/test_view_ops.py",
-        "graph/test_black_box.py",
-        "graph/test_reachable.py",
-    ),
-    "graph/sizes.py": (
-        "passes/decide/test_classify.py",
-        "graph/test_abstract_values.py",
-        "graph/test_any_size.py",
-        "graph/test_product.py",
-    ),
-    "graph/magnitude.py": (
-        "graph/test_value_counts.py",
-        "graph/test_exponent_counts.py",
-        "passes/analysis/test_masks.py",
-        "capture/test_constant_masks.py",
-    ),
+    "passes/torch_autocast/expand.py": ("passes/torch_autocast/test_insert_casts.py",),
+    "passes/torch_autocast/insert_casts.py": (*_AUTOCAST, _OTHERS),
+    "capture": ("capture/masks/test_known_values.py", "capture/masks/test_constant_masks.py"),
+    "graph/alias.py": (*_WRITES, "passes/test_insert_casts.py", "passes/recompose/test_replace_attention.py"),
+    "graph/sizes.py": ("passes/decide/checks/test_classify.py",),
+    "graph/magnitude.py": ("passes/analysis/value_ranges/test_masks.py", "capture/masks/test_constant_masks.py"),
     "graph/node.py": (
-        "graph/test_product.py",
-        "passes/analysis/test_whole_numbers.py",
-        "graph/test_schema.py",
+        "graph/sizes/test_product.py",
+        "passes/analysis/exact_numbers/test_whole_numbers.py",
         "graph/test_sizes.py",
-        "runtime/test_observe.py",
+        "runtime/amp_module/test_observe.py",
     ),
-    "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
+    "training": ("training/test_loss_scale.py", *_STEPS, "training/optimizer/test_replayed_step.py", *_MANY),
     "policy/op_list.py": (
-        "policy/test_op_list.py",
-        "policy/test_float8_list.py",
+        "policy/float8/test_float8_list.py",
         "presets/test_registrations.py",
         "policy/test_match.py",
     ),
     "policy": _LISTS,
-    "runtime/working_copies.py": (
-        "runtime/test_working_copies.py",
-        "runtime/test_copy_group.py",
-        "runtime/test_stored_low.py",
-    ),
+    "runtime/working_copies.py": ("runtime/test_stored_low.py",),
     "runtime/captures.py": _VARIANTS,
-    "numerics/compare.py": (
-        "numerics/test_cancellation.py",
-        "numerics/test_paired_backward.py",
-        "numerics/test_target_error.py",
-    ),
-    "numerics/watch.py": ("numerics/test_watch.py",),
-    "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
+    "numerics/compare.py": ("numerics/paired_run/test_paired_backward.py",),
     "numerics/paired_run.py": (
         "numerics/test_compare.py",
         "numerics/test_find_overflow.py",
         "numerics/test_gradient_histogram.py",
-        "numerics/test_tape.py",
-        "numerics/test_paired_backward.py",
         *_FLOAT8[:1],
     ),
     "policy/match.py": (*_LISTS, *_FLOAT8[:1]),
-    "policy/read_rules.py": ("policy/test_keywords.py", "policy/test_float8_list.py"),
-    "policy/write_list.py": ("policy/test_float8_list.py",),
-    "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),
-    "training/loss_scale.py": ("training/test_host_copy.py",),
-    "training/masters.py": ("training/test_tensor_mark.py",),
-    "plan/plan.py": (
-        "plan/test_cause.py",
-        "report/test_dump.py",
-        "report/test_explain.py",
-        *_FLOAT8[:1],
-    ),
-    "plan/edited_plan.py": ("plan/test_read_plan.py",),
+    "policy/read_rules.py": ("policy/float8/test_float8_list.py",),
+    "policy/write_list.py": ("policy/float8/test_float8_list.py",),
+    "plan/plan.py": ("report/test_dump.py", "report/test_explain.py", "report/test_reason.py", *_FLOAT8[:1]),
     "plan/proposed_list.py": ("numerics/test_mended_run.py", "numerics/test_bisect.py"),
-    "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "numerics/find_overflow.py": ("numerics/test_overflow.py", "numerics/test_mended_run.py"),
+    "numerics/find_overflow.py": ("numerics/test_mended_run.py",),
 }
 
 
@@ -233,5 +169,6 @@ def concerned(module: str, tests: Path) -> list[Path]:
 def _candidates(module: str, tests: Path) -> Iterator[Path]:
     room, _, name = module.rpartition("/")
     yield tests / room / f"test_{name}"
+    yield from sorted((tests / module.removesuffix(".py")).glob("test_*.py"))
     for known in (module, room):
         yield from (tests / name for name in ALSO.get(known, ()))

@@ -10,8 +10,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx.report.dump import view_of
+from tests.report.html.test_page_view import Block, Tower
 from tests.report.shown import as_written
-from tests.report.test_page_view import Block, Tower
 
 FOLDED = re.compile(r"^  … layers? .*", re.MULTILINE)
 

@@ -16,8 +16,8 @@ from autocastfx.report.headline import Float32Reason, headline, percent
 from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser
 from tests.golden.models import CASES, converted
+from tests.report.html.test_page_view import Tower, overflowing
 from tests.report.shown import Shown, as_written
-from tests.report.test_page_view import Tower, overflowing
 
 Show = Callable[..., Shown]
 VISIBLE = """

@@ -1,4 +1,4 @@
-"""The cut against brute force on random graphs, and what it does on small ones (TensorFlow's rule: test_simple.py)."""
+"""The cut against brute force on random graphs, and what it does on small ones (TensorFlow's rule: test_place.py)."""
 
 from __future__ import annotations
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -32,6 +38,36 @@ def assert_rounded_once(found: Tensor, exact: Tensor, noise: Tensor | float) -> 
     unit = info.eps if found.dtype == torch.bfloat16 and found.is_cpu else info.eps / 2
     allowed = unit * exact.abs() + info.smallest_normal * info.eps + noise
     assert ((found.double() - exact).abs() <= allowed)[~exact.isnan()].all()
+
+
+def kernels(name: str) -> ModuleType:
+    return importlib.import_module(f"autocastfx.runtime.kernels.{name}")
+
+
+def with_error(name: str, before: str, after: str, folder: Path) -> ModuleType:
+    """The module of kernels of this name with ``after`` in the place of ``before``."""
+    source = Path(str(kernels(name).__file__)).read_text(encoding="utf-8")
+    assert source.count(before) == 1
+    planted = folder / f"{name}.py"
+    planted.write_text(source.replace(before, after), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"planted_{folder.name}", planted)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def much_memory() -> Iterator[None]:
+    """Skip the test where the GPU has less than 24 GiB free; what is open makes tensors there."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 * 2**30:
+        pytest.skip(f"needs 24 GiB of free memory, and the device has {free / 2**30:.1f}")
+    with torch.device("cuda"):
+        yield
+    torch.cuda.empty_cache()
 
 
 # ---- cross entropy --------------------------------------------------------------------------------------------------
