@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import fake_tensor
 from torch.nn.modules import transformer
 
 from autocastfx.capture.leave_intact import is_installed
-from autocastfx.errors import StateWarning
+from autocastfx.errors import CaptureError, StateWarning
+from autocastfx.graph.node import line_of
 
 # What forward prints, warns of and logs: in one graph, it is said when the graph has run, in each call.
 
@@ -96,7 +97,8 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
-    - ``x.requires_grad = True`` of a computed value, for a gradient that only the graph could read, does nothing.
+    - ``x.requires_grad = True`` of a computed value does nothing where the model is one graph, which alone could read
+      that gradient (:func:`refuse_leaves`).
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
@@ -117,9 +119,12 @@ def object_mends() -> list[tuple[Any, str, Any]]:
 
     @wraps(assign)
     def set_attribute(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
-        is_computed = isinstance(owner, TensorVariable) and owner.source is None
+        is_computed = isinstance(owner, TensorVariable) and owner.source is None and tx.output.root_tx.one_graph
         given = [one.as_python_constant() if one.is_python_constant() else None for one in (name, value)]
-        return value if is_computed and given == ["requires_grad", True] else assign(self, tx, owner, name, value)
+        if not is_computed or given != ["requires_grad", True] or owner.requires_grad:
+            return assign(self, tx, owner, name, value)
+        owner.as_proxy().node.meta[_LEAF] = True
+        return value
 
     @wraps(as_proxy)
     def proxy_of(self: Any) -> Any:
@@ -169,6 +174,23 @@ def object_mends() -> list[tuple[Any, str, Any]]:
         (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
     ]
 
+
+def refuse_leaves(module: fx.GraphModule) -> None:
+    """Refuse a graph of Dynamo's that gives out a value whose ``requires_grad`` forward has set.
+
+    Raises:
+        CaptureError: it does: who is given the value may read its gradient.
+    """
+    for node in module.graph.output_node().all_input_nodes:
+        if node.meta.get(_LEAF):
+            raise CaptureError(
+                "forward sets requires_grad of a value that it has computed, and gives the value out "
+                f"({line_of(node)}): a graph has no gradient for it. Compute the value outside of the model and pass "
+                "it in; or convert in place, with autocastfx.enable, which runs such code as it is."
+            )
+
+
+_LEAF = "autocastfx_leaf"
 
 # Tensors of a class with a ``__torch_function__``.
 
@@ -304,6 +326,7 @@ def _name_of(source: Any) -> str:
 # Values of small tensors and arrays that are made of numbers and sizes alone: Dynamo knows those of one element.
 
 _SMALL = 64  # elements
+_UNFILLED = {torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided}
 
 
 def knowing_mends() -> list[tuple[Any, str, Any]]:
@@ -311,6 +334,7 @@ def knowing_mends() -> list[tuple[Any, str, Any]]:
 
     - Such a tensor is computed while the graph is captured, and what the code asks of it is known: as ``any`` of
       ``np.array(x.shape) % 32``. Sizes in it are those of the call, as guards then say.
+    - What nothing was written into yet is not known: kernels for abstract tensors begin with ``new_empty``.
     - A branch on a known value, or ``not``, is that on a number; for torch's Dynamo it depends on data.
     - Its item is a number, also of an array.
     """
@@ -324,6 +348,15 @@ def knowing_mends() -> list[tuple[Any, str, Any]]:
     def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         known = _known(self) if name == "item" and not args and not kwargs else None
         return method(self, tx, name, args, kwargs) if known is None else ConstantVariable.create(known.item())
+
+    dispatch: Any = fake_tensor.FakeTensorMode._dispatch_impl
+
+    @wraps(dispatch)
+    def dispatched(self: Any, operator: Any, *given: Any) -> Any:
+        result = dispatch(self, operator, *given)
+        if getattr(operator, "overloadpacket", None) in _UNFILLED and isinstance(result, fake_tensor.FakeTensor):
+            result.constant = None
+        return result
 
     def on_known(step: Any) -> Any:
         @wraps(step)
@@ -343,6 +376,7 @@ def knowing_mends() -> list[tuple[Any, str, Any]]:
     translators = [one for one in vars(symbolic_convert).values() if isinstance(one, kind)]
     return [
         (fake_tensor, "CONSTANT_NUMEL_LIMIT", _SMALL),
+        (fake_tensor.FakeTensorMode, dispatch.__name__, dispatched),
         (NumpyNdarrayVariable, "call_method", call_method),
         *((one, "dispatch_table", table_of(one)) for one in translators),
     ]

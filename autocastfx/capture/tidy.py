@@ -277,14 +277,15 @@ def _attribute(original: Any, called: list[Any], follows: bool) -> Any:
 def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
     """Return the input of a node that changes nothing.
 
-    It is an alias, a slice of everything, dropout in evaluation, ``type_as`` of equal dtypes, or the detaching of a
-    constant's copy (``torch.tensor``), which has no history.
+    It is an alias or a slice of everything, which is a tensor of its own where it is given out; dropout of nothing or
+    in evaluation, ``type_as`` of equal dtypes, or the detaching of a constant's copy (``torch.tensor``), which has no
+    history.
     """
     name, reads = op_name(node), node.all_input_nodes
+    is_given_out = any(user.op == "output" for user in node.users)
     changes_nothing = (
-        name == "alias"
-        or (name == "slice" and _takes_all(node))
-        or (name in _DROPOUTS and argument(node, "train") is False)
+        ((name == "alias" or (name == "slice" and _takes_all(node))) and not is_given_out)
+        or (name in _DROPOUTS and (argument(node, "train") is False or argument(node, "p") == 0))
         or (name == "type_as" and not follows and value(node) is not None and dtypes(reads[0]) == dtypes(node))
         or (node.target is torch.ops.aten.detach_.default and op_name(reads[0]) == "lift_fresh_copy")
     )

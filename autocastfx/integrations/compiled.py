@@ -54,7 +54,7 @@ from autocastfx.report.view import source_line
 
 @contextmanager
 def _mended() -> Generator[None]:
-    with ExitStack() as stack:
+    with ExitStack() as stack, torch._dynamo.config.patch(use_numpy_random_stream=True):
         for owner, name, mended in (*mends(), *_mends_behind_breaks()):
             stack.enter_context(patch.object(owner, name, mended))
         yield
@@ -180,9 +180,11 @@ def _calls_modules(file: str) -> bool:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """True if a module in ``model`` has a hook."""
-    return any(getattr(module, table) for module in model.modules() for table in _HOOKS)
+def hooks_around(model: nn.Module) -> tuple[int | str, ...]:
+    """Return what tells of hooks: whether a module in ``model`` has one, and those of all modules by their numbers."""
+    own = any(getattr(module, table) for module in model.modules() for table in _HOOKS)
+    every = [getattr(nn.modules.module, f"_global{table}") for table in _HOOKS]
+    return ("own",) * own + tuple(number for table in every for number in table)
 
 
 class _Backend(Protocol):
@@ -220,9 +222,9 @@ class CompiledCall:
 
         self.model, self.backend, self.options = model, backend, options
         self.given: tuple[Sequence[Any], Mapping[str, Any]] = (), {}  # the arguments of the call that runs
-        self.is_hooked, self._hook = has_hooks(model), RemovableHandle.next_id
+        self.hooks, self._hook = hooks_around(model), RemovableHandle.next_id
         self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
-        self._calls = {self.is_hooked: self.call}
+        self._calls = {self.hooks: self.call}
         self._called = self.call  # the one that has run last: what backward recomputes runs as it ran
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Around] = []
@@ -291,12 +293,13 @@ class CompiledCall:
 
     def _look_at_hooks(self) -> None:
         """Have a model with hooks captured apart: guards on hooks take time. Those guards see to a hook that goes."""
-        self._hook, is_hooked = RemovableHandle.next_id, has_hooks(self.model)
-        if is_hooked != self.is_hooked and not isinstance(self.call, skipped.InAutocast):
-            self.is_hooked = is_hooked
-            if is_hooked not in self._calls:
-                self._calls[is_hooked] = torch.compile(caller(self.model), backend=self.backend, **self.options)
-            self.call = self._calls[is_hooked]
+        self._hook, hooks = RemovableHandle.next_id, hooks_around(self.model)
+        if hooks != self.hooks and not isinstance(self.call, skipped.InAutocast):
+            self.hooks, known = hooks, self._calls
+            self._calls = {key: call for key, call in known.items() if not {*key} - {"own"}}  # others go with a hook
+            if (call := known.get(hooks)) is None:
+                call = torch.compile(caller(self.model), backend=self.backend, **self.options)
+            self.call = self._calls[hooks] = call
 
     def _see_to_no_graph(self) -> None:
         """Say why no graph ran in a call, if it is known."""
@@ -335,7 +338,7 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         self._around = contexts_for(self.model, recurrent=self.backend.takes_recurrent_layers)
-        self._around.append(lambda: keeping_whole(self.backend.whole))
+        self._around.append(lambda: keeping_whole(self.backend.whole, autograd=True))
         for module in list(self.model.modules()):
             code = forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
@@ -453,7 +456,7 @@ class CompiledCall:
 def sees_to_hooks(module: fx.GraphModule) -> bool:
     """True if a graph of Dynamo's is that of a whole call of a model without hooks, which sees to the first one."""
     call, why = skipped.INSIDE.call, getattr(module, "compile_subgraph_reason", None)
-    is_ours = isinstance(call, CompiledCall) and not call.is_hooked
+    is_ours = isinstance(call, CompiledCall) and not call.hooks
     is_whole = is_ours and getattr(call._seen.code, "co_filename", "") == CALLER  # not a part of it
     return is_whole and why is not None and not why.graph_break
 

@@ -36,6 +36,7 @@ from autocastfx.capture.leave_intact import capturing, isolated, own_thread_stat
 from autocastfx.capture.mended import (
     cached_functions,
     pads,
+    refuse_leaves,
     stored_results,
     tell_of_caches,
     tell_of_padding,
@@ -181,6 +182,7 @@ class Captures:
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Take a graph of Dynamo's; return what Dynamo calls in its place."""
         stored = stored_results()
+        refuse_leaves(module)
         self._asks |= asks_for_gradients()
         with capturing(), own_thread_state():
             modes = tuple(m.training for m in self.model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import autocastfx
+from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import all_names
 from tests.helpers import Function
@@ -26,6 +28,27 @@ def ops(function: Callable[[Tensor], Tensor]) -> list[str]:
 @pytest.mark.parametrize("function", [lambda x: x[:] + 1, lambda x: x[:, :] + 1, lambda x: x.exp()[0:, ::1] + 1])
 def test_a_slice_of_everything_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
     assert "slice" not in ops(function)
+
+
+GIVEN_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a slice": lambda x: x[:],
+    "a slice of a slice": lambda x: x[:][:, :],
+    "an alias": lambda x: torch.ops.aten.alias(x),
+    "dropout of nothing": lambda x: nn.functional.dropout(x, 0.0, True),
+    "the argument": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+@pytest.mark.parametrize("name", GIVEN_OUT)
+def test_what_is_given_out_is_the_argument_or_a_tensor_of_its_own(name: str, way: str) -> None:
+    x = torch.randn(3, 4)
+    given = GIVEN_OUT[name](x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncapturedGraphWarning)  # nothing is computed
+        found = getattr(autocastfx, way)(Function(GIVEN_OUT[name]), dtype="float16")(x)
+    assert (found is x) == (given is x)
+    assert found.data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,23 @@ def test_the_same_seed_gives_the_same_mask_inside_an_lstm() -> None:
     x = torch.randn(2, 5, 8)
     model = Net(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True))
     Pair.of(model, (x,), torch.float16).agree(x)
+
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "of nothing": lambda x: F.dropout(x, 0.0, True),
+    "of no channels": lambda x: F.dropout1d(x, 0.0, True),
+    "of a module": nn.Dropout(0.0),
+    "in evaluation": lambda x: F.dropout(x, 0.5, False),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_dropout_that_leaves_all_is_its_input_where_it_is_written_into(name: str) -> None:
+    def forward(m: Net, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = m.a(x)
+        left = WHOLE[name](hidden)
+        left += x
+        return m.b(hidden), m.b(left), hidden
+
+    x = torch.randn(4, 8)
+    Pair.of(net(forward), (x,), torch.bfloat16).agree(x)

@@ -157,29 +157,6 @@ def test_a_first_call_that_does_not_end_adds_nothing(kind: type[Recording], erro
     assert [len(layer._forward_hooks) for layer in model.layers] == [0, 0]
 
 
-class Asking(nn.Module):
-    """Asks for the gradient of a value that it computes, as wav2vec2 does for checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None]
-        if self.training:
-            x.requires_grad = True
-        return self.layer(x)
-
-
-def test_a_gradient_that_only_the_graph_could_read() -> None:
-    model, plain = Asking(), Asking()
-    amp = autocastfx.convert(model, (X,), dtype="bfloat16")
-    for one in (amp, plain):
-        one(X).square().sum().backward()
-    near(model.layer.weight.grad, plain.layer.weight.grad)
-
-
 class OtherMode(nn.Module):
     """Breaks the graph in training alone."""
 

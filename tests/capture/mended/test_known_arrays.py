@@ -105,10 +105,33 @@ def _written_through_a_view(x: Tensor) -> Tensor:
     return x * 2 if numbers.sum() > 1e9 else x
 
 
+ROWS = torch.tensor([2, 0, 1])
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "indexed": lambda x: x * float(torch.tensor([1.0, 2.0, 3.0])[ROWS[:1]]),
+    "an embedding": lambda x: x * float(F.embedding(ROWS[:1], torch.tensor([[1.0], [2.0], [3.0]]))),
+    "selected": lambda x: x * float(torch.tensor([1.0, 2.0, 3.0]).index_select(0, ROWS[:1])),
+    "an argument": lambda x: x * float(torch.tensor([1.0, 2.0, 3.0])[x[0, 0, 0, :1].detach().abs().argmin()[None]]),
+    "drawn": lambda x: x * int(torch.tensor([5, 6])[torch.randint(0, 2, (1,))]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_number_of_the_data_in_a_known_tensor_is_read_in_each_call(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Net(READ[name]), torch.randn(SIZES[0])
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        exact = model(x).detach()
+        torch.manual_seed(seed)
+        assert relative_error(amp_model(x).detach(), exact) < 4 * torch.finfo(LOW).eps
+
+
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "written": _partly_written,
     "written through a view": _written_through_a_view,
     "of an input": lambda x: x * 2 if (x.detach().numpy() > 100).any() else x,
+    "indexed": lambda x: x * 2 if torch.tensor([True, False])[x[0, 0, 0, :1].detach().long() * 0] else x,
     "random": lambda x: x * 2 if torch.tensor([0.5, 0.5, 0.5]).bernoulli_().sum() > 1 else x,
 }
 
