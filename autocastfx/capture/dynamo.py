@@ -105,7 +105,7 @@ def _as_often_as_needed() -> AbstractContextManager[object]:
     """Let Dynamo capture code any number of times: who calls it tells of many."""
     config = torch._dynamo.config
     told = {"side_effect_replay_policy": "info"} if hasattr(config, "side_effect_replay_policy") else {}  # by export
-    return config.patch(recompile_limit=sys.maxsize, use_numpy_random_stream=True, **told)
+    return config.patch(recompile_limit=sys.maxsize, **told)
 
 
 def for_any_size() -> AbstractContextManager[object]:

@@ -93,7 +93,8 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
 
     - A ``torch.Generator`` is a constant of the graph, which draws from it; guards watch that it is the same object.
-    - What is drawn from a ``random.Random`` breaks the graph: Dynamo would give the same numbers in every call.
+    - What is drawn from a ``random.Random`` breaks the graph, as Dynamo would give the same numbers in every call; and
+      what NumPy draws, as they would be torch's numbers.
     - A ``deque`` keeps its bound, which Dynamo loses.
     - Attributes of a ``SimpleNamespace`` may be set, as those of other objects.
     - ``x.data`` that is kept or returned is the one of that line; Dynamo would read it when the graph has run.
@@ -106,7 +107,7 @@ def object_mends() -> list[tuple[Any, str, Any]]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import ConstantVariable, builtin, user_defined
     from torch._dynamo.variables.lists import BaseListVariable
-    from torch._dynamo.variables.misc import RandomVariable
+    from torch._dynamo.variables.misc import NumpyVariable, RandomVariable, get_np_to_tnp_map
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -140,6 +141,14 @@ def object_mends() -> list[tuple[Any, str, Any]]:
             raise cast("Any", Unsupported)(f"a random.Random that the model keeps: {name} draws in Python")
         return draw(self, tx, name, args, kwargs)
 
+    of_numpy: Any = NumpyVariable.call_function
+
+    @wraps(of_numpy)
+    def call_numpy(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if getattr(get_np_to_tnp_map().get(self.value), "__module__", "") == "torch._numpy.random":
+            raise cast("Any", Unsupported)(f"a random number of NumPy's: {self.value.__name__} draws in Python")
+        return of_numpy(self, tx, args, kwargs)
+
     class Bound(ConstantVariable):
         """The bound of a deque, whose contents Dynamo replaces, so that the order of changes is of no matter."""
 
@@ -171,6 +180,7 @@ def object_mends() -> list[tuple[Any, str, Any]]:
         (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
         (RandomVariable, "call_method", call_method),
+        (NumpyVariable, "call_function", call_numpy),
         (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
     ]
 

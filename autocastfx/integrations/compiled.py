@@ -54,7 +54,7 @@ from autocastfx.report.view import source_line
 
 @contextmanager
 def _mended() -> Generator[None]:
-    with ExitStack() as stack, torch._dynamo.config.patch(use_numpy_random_stream=True):
+    with ExitStack() as stack:
         for owner, name, mended in (*mends(), *_mends_behind_breaks()):
             stack.enter_context(patch.object(owner, name, mended))
         yield

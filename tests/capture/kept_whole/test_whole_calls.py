@@ -204,6 +204,35 @@ def test_a_custom_backward_is_kept(name: str) -> None:
     assert len(model.variants) <= 4  # of each mode, one for the first size and one for all others
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * (10 * torch.ones_like(x) if grad is None else grad)
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_a_gradient_of_the_gradient_goes_through_a_custom_backward(way: str) -> None:
+    """As a gradient penalty asks for it."""
+    plain = Between(lambda m, x: Cubed.apply(x))
+    module = copy.deepcopy(plain)
+    options = {"dtype": "bfloat16", "op_list": OpList.of({"deny": ["linear"]})}
+    model = getattr(autocastfx, way)(module, **options)
+
+    def penalties(run: Callable[..., torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(gradient.square().sum(), [module.a.weight, module.b.weight]))
+
+    assert equal(penalties(model, module), penalties(plain, plain))
+
+
 def test_what_export_alone_does_to_it() -> None:
     """The reason for all this: a straight-through gradient is lost without a word."""
     module = Between(FUNCTIONS["straight-through"])
