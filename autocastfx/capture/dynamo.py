@@ -431,6 +431,8 @@ def _misfit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def _advice(said: str) -> str:
     said = said.lower()
+    if "draws in python" in said:
+        return f"Draw by torch's functions, or before the call and pass the numbers in; or {_IN_PLACE}."
     if any(word in said for word in ("data-dependent", "data dependent", ".item()", "tolist", "numpy")):
         return (
             "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "

@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any, cast
 
 from torch import nn
@@ -146,6 +148,11 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
         return with_length
 
     of_object = getattr(dicts, "DunderDictVariable", None)  # vars(object)
+    is_stdlib: Any = symbolic_convert.is_stdlib
+
+    def is_constant(module: object) -> bool:  # whose contents Dynamo guards nowhere; os.getenv reads some
+        return module is not os and is_stdlib(module)
+
     wrapped = [
         (getattr(builtin, "GetAttrBuiltinVariable", None), "call_function", _guarding_absence),  # torch 2.13
         (builtin.BuiltinVariable, "call_getattr", _guarding_absence),  # torch 2.11
@@ -156,6 +163,7 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
         (ConstDictVariable, look_up.__name__, look_key_up),
         (of_instance, from_class.__name__, inherited),
         (PythonModuleVariable, has.__name__, has_attribute),
+        (symbolic_convert, "is_stdlib", is_constant),
         *((owner, name, wrap(getattr(owner, name))) for owner, name, wrap in wrapped if hasattr(owner, name)),
         *(
             (of_object, name, getattr(ConstDictVariable, name))
@@ -171,14 +179,38 @@ def _guarding_absence(get: Any) -> Any:
 
     @wraps(get)
     def get_attribute(self: Any, tx: Any, *given: Any) -> Any:
+        owner, name = given[0][:2] if isinstance(given[0], (list, tuple)) else given[:2]
         try:
-            return get(self, tx, *given)
+            result = get(self, tx, *given)
         except ObservedAttributeError:
-            owner, name = given[0][:2] if isinstance(given[0], (list, tuple)) else given[:2]
             _guard_attribute(owner, name.as_python_constant())
             raise
+        _guard_fallback(owner.realize(), name.as_python_constant())
+        return result
 
     return get_attribute
+
+
+def _guard_fallback(variable: Any, name: str) -> None:
+    """Guard that an object has no attribute of its own where its class looks elsewhere, by ``__getattr__``."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    if not isinstance(variable, UserDefinedObjectVariable) or variable.source is None:
+        return
+    kind, own = type(variable.value), getattr(variable.value, "__dict__", {})
+    looks = getattr(kind, "__getattr__", None)
+    if not isinstance(looks, FunctionType) or looks is nn.Module.__getattr__ or name in own or hasattr(kind, name):
+        return
+
+    def is_absent(now: object) -> bool:
+        return name not in vars(now)
+
+    def guard_absence(builder: Any, guard: Any) -> None:
+        told = [f"{name!r} not in vars({guard.name})"]
+        builder.get_guard_manager(guard).add_lambda_guard(is_absent, told, guard.user_stack)
+
+    install_guard(cast("Any", variable.source).make_guard(guard_absence))
 
 
 def _guard_attribute(variable: Any, name: str) -> None:

@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType, SimpleNamespace
@@ -424,20 +424,21 @@ def pads() -> bool:
     return seen
 
 
-def cached_functions() -> list[str]:
-    """Return the functions with an ``lru_cache`` that the graph computes anew in each call."""
+def tell_of_caches(told: dict[str, None]) -> None:
+    """Warn of functions with an ``lru_cache`` that a backend's graph computes anew in each call, once of each.
+
+    Args:
+        told: the functions that were told of; the others are added.
+    """
     seen, _SEEN.caches = _SEEN.caches, {}
-    return list(seen)
-
-
-def tell_of_caches(functions: Iterable[str]) -> None:
-    """Warn of such functions."""
-    warnings.warn(
-        f"forward calls {', '.join(functions)}, whose functools.lru_cache a graph leaves out: it computes the result "
-        "anew in each call. If that draws random numbers or reads what may change, compute it outside of forward.",
-        StateWarning,
-        stacklevel=2,
-    )
+    if new := [function for function in seen if function not in told]:
+        told |= seen
+        warnings.warn(
+            f"forward calls {', '.join(new)}, whose functools.lru_cache a graph leaves out: it computes the result "
+            "anew in each call. If that draws random numbers or reads what may change, compute it outside of forward.",
+            StateWarning,
+            stacklevel=2,
+        )
 
 
 def cache_mends() -> list[tuple[Any, str, Any]]:

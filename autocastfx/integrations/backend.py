@@ -24,7 +24,7 @@ from autocastfx.capture.call import (
 )
 from autocastfx.capture.kept_whole import are_kept, functions_at
 from autocastfx.capture.leave_intact import is_in_autocast, own_thread_state
-from autocastfx.capture.mended import stored_results
+from autocastfx.capture.mended import stored_results, tell_of_caches
 from autocastfx.capture.progress import stage
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import (
@@ -190,6 +190,7 @@ class CompileBackend:
         self.measuring: Measuring | None = None  # runs the graphs as captured, if given
         skipped.watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
+        self._cached = dict[str, None]()  # functions that were told of
         self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
         self._matched = MatchedRules(lists)
         self.are_ranges_new = False  # they were measured for this
@@ -260,6 +261,7 @@ class CompileBackend:
             VerifyError: a defect of this package.
         """
         self._refuse_traced()
+        tell_of_caches(self._cached)
         device = device_among(inputs)
         if not sees_to_hooks(module):
             guard_hooks()

@@ -13,6 +13,7 @@ from autocastfx.calibration import Measuring
 from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.passes.pipeline import Converter
 from autocastfx.report.compiled_graph import CompiledGraph
+from autocastfx.runtime.around import outside_of_modes
 from autocastfx.runtime.captures import CapturedGraph
 from autocastfx.runtime.quick_graph import lift
 from autocastfx.runtime.variant import Variant, converted_variant
@@ -63,9 +64,9 @@ class GraphRun:
             self._convert_again(inputs)
         self.variant.refuse_other_sizes(inputs)
         if self.compiled is not None:
-            return self.compiled(*inputs)
+            return outside_of_modes(self.compiled, *inputs)
         copies = self._copies.fresh() if self._copies is not None else None
-        return self.variant.function(self._owner, copies, *inputs)
+        return outside_of_modes(self.variant.function, self._owner, copies, *inputs)
 
     def _convert_again(self, inputs: Sequence[Any]) -> None:
         self.graph.note(inputs)

@@ -35,6 +35,7 @@ from autocastfx.runtime.around import (
     Around,
     is_inside,
     keywords_of_export,
+    outside_of_modes,
     refuse_inlining,
     refuse_scripting,
     skip_frames,
@@ -160,7 +161,7 @@ class AmpModule(fx.GraphModule):
         if variant.has_changed(inputs):
             variant = self._look_again(graph, variant, inputs)
         if around is None:
-            outputs = self._computed(variant, inputs)
+            outputs = outside_of_modes(self._computed, variant, inputs)
         else:
             if around.is_traced and variant.guard.conditions:
                 told = f"the trace runs the graph for sizes where {variant.guard}, and does not check that."

@@ -162,6 +162,14 @@ def is_inside() -> bool:
     )
 
 
+def outside_of_modes(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function without the modes of ``__torch_function__`` around it, whose code Dynamo has captured, too."""
+    if not _C._len_torch_function_stack():
+        return function(*given)
+    with _C.DisableTorchFunction():
+        return function(*given)
+
+
 def _is_traced_here() -> bool:
     """True if torch's flags say that something is traced or compiled, unless a capture in another thread set them.
 

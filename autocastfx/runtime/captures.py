@@ -34,7 +34,6 @@ from autocastfx.capture.guards import asks_for_gradients
 from autocastfx.capture.kept_whole import keeping_whole
 from autocastfx.capture.leave_intact import capturing, isolated, own_thread_state, set_up_by_call
 from autocastfx.capture.mended import (
-    cached_functions,
     pads,
     refuse_leaves,
     stored_results,
@@ -200,9 +199,7 @@ class Captures:
         if pads() and not self._pads:
             self._pads = True
             tell_of_padding()
-        if new := [one for one in cached_functions() if one not in self._cached]:
-            self._cached |= dict.fromkeys(new)
-            tell_of_caches(new)
+        tell_of_caches(self._cached)
         return partial(_run, weakref.ref(self), weakref.ref(graph))
 
     def _name_outer_modules(self, graph: CapturedGraph) -> None:

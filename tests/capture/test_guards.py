@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import autocastfx
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+VARIABLE = "AUTOCASTFX_TEST_GUARDS"
 MODULE = ModuleType("settings_of_test_guards")
 
 
@@ -62,6 +64,16 @@ class Table(MutableMapping[str, float]):
         return len(self.rows)
 
 
+class Wrapping:
+    """Has the attributes of another object, and its own before them."""
+
+    def __init__(self) -> None:
+        self.inner = SimpleNamespace(scale=1.0)
+
+    def __getattr__(self, name: str) -> float:
+        return getattr(self.__dict__["inner"], name)
+
+
 class Model(nn.Module):
     def __init__(self, function: Callable[[Any], float], read: Any) -> None:
         super().__init__()
@@ -107,6 +119,10 @@ def set_attribute(read: Any) -> None:
     read.scale = 4.0
 
 
+def set_variable(_: Any) -> None:
+    os.environ[VARIABLE] = "4"
+
+
 def has(read: Any) -> float:
     return 4.0 if "scale" in read else 1.0
 
@@ -145,6 +161,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
     "an attribute of a Python module": (lambda: MODULE, of_module, set_attribute),
     "an attribute by default": (lambda: MODULE, lambda read: getattr(MODULE, "scale", 1.0), set_attribute),
     "an attribute by __getattr__": (Falling, attribute, lambda read: setattr(read, "own", 4.0)),
+    "an attribute before that of __getattr__": (Wrapping, lambda read: read.scale, set_attribute),
+    "a variable of the environment": (dict, lambda _: float(os.environ.get(VARIABLE, "1")), set_variable),
+    "a variable of the environment, by os.getenv": (dict, lambda _: float(os.getenv(VARIABLE, "1")), set_variable),
     "vars": (SimpleNamespace, of_vars, set_attribute),
     "in __dict__": (SimpleNamespace, named, set_attribute),
     "an empty dictionary": (dict, is_filled, set_key),
@@ -155,7 +174,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
 @pytest.fixture(autouse=True)
 def without_attributes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
+    monkeypatch.delenv(VARIABLE, raising=False)
     yield
+    os.environ.pop(VARIABLE, None)
     for owner, name in ((MODULE, "scale"), (Settings, "scale"), (Derived, "scale"), (Derived, "read")):
         if name in vars(owner):
             delattr(owner, name)

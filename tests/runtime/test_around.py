@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -361,3 +363,21 @@ def test_forked_worker() -> None:
     result = torch.tensor(queue.get())
     process.join()
     assert torch.equal(result, amp(X).detach())
+
+
+class Quadrupled(TorchFunctionMode):
+    """A mode whose code Dynamo captures with the model's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 4 if function is F.linear else result
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_a_mode_of_torch_function_is_applied_once(way: str) -> None:
+    x = torch.randn(4, 16)
+    amp_model = getattr(autocastfx, way)(nn.Linear(16, 16), dtype="bfloat16")
+    for _ in range(2):
+        with Quadrupled():
+            inside = amp_model(x)
+        assert inside.equal(4 * amp_model(x))

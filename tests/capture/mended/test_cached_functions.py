@@ -33,16 +33,20 @@ class Located(nn.Module):
         return self.layer(x) + (positions(16) if self.how == "function" else self.table(16))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("way", ["convert", "enable"])
 @pytest.mark.parametrize(("how", "named"), [("function", "positions at "), ("method", r"Located\.table at ")])
-def test_it_is_told_once_with_its_place(how: str, named: str) -> None:
+def test_it_is_told_once_with_its_place(how: str, named: str, way: str) -> None:
     x = torch.randn(4, 16)
     said = rf"forward calls {named}.*test_cached_functions\.py:\d+, whose functools\.lru_cache a graph leaves out"
+    amp_model = getattr(autocastfx, way)(Located(how), dtype="bfloat16")
     with pytest.warns(StateWarning, match=said) as told:
-        amp_model = autocastfx.convert(Located(how), x, dtype="bfloat16")
+        amp_model(x)
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         amp_model(torch.randn(3, 16))  # captured again
+        autocastfx.convert(nn.Linear(16, 16), x, dtype="bfloat16")  # which calls none
 
 
 def test_caches_of_libraries_are_not_told() -> None:
