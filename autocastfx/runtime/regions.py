@@ -44,28 +44,13 @@ _APART = frozenset(
         *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
         *("embedding", "cross_entropy_loss", "nll_loss_nd", "_unsafe_index", "index", "item", "sort"),
-        *(
-            "tf32_product",
-            "wide_linear",
-            "float8_linear",
-            "quantize",
-            "topk",
-            "cumsum",
-            "max_pool2d",
-            "avg_pool1d",
-            "avg_pool2d",
-            "avg_pool3d",
-            "arange",
-            "multinomial",
-            "bernoulli",
-            "gather",
-            "lstm",
-            "gru",
-        ),
+        *("tf32_product", "wide_linear", "float8_linear", "quantize", "topk", "cumsum", "arange", "gather"),
+        *("max_pool2d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "lstm", "gru"),
     )
 )
 # On a CPU compiled dropout takes longer than torch's own, which also draws the numbers that it always draws.
-_APART_ON = {"cpu": frozenset(("dropout", "native_dropout"))}
+_DROPOUT = frozenset(("dropout", "native_dropout"))
+_APART_ON = {"cpu": _DROPOUT}
 _LEAST = 2  # ops that compute: a region of fewer saves nothing
 
 
@@ -179,8 +164,9 @@ class _Fusible(OperatorSupportBase):
         if node not in self.nodes or not isinstance(target, OpOverload) or target._schema.is_mutable:
             return False
         is_known = target.namespace in ("aten", "prims", "autocastfx") and _word(node) not in self.apart
+        draws = torch.Tag.nondeterministic_seeded in target.tags and _word(node) not in _DROPOUT
         values = tensors(node)
-        return is_known and len(values) == 1 and values[0].layout is torch.strided and _is_sized(node)
+        return is_known and not draws and len(values) == 1 and values[0].layout is torch.strided and _is_sized(node)
 
 
 def _word(node: fx.Node) -> str:

@@ -256,6 +256,24 @@ def test_what_no_loss_depends_on_gets_no_gradient() -> None:
         assert all(one is None or relative_error(one, expected[name]) < 2**-4 for name, one in found.items())
 
 
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn": lambda x: torch.randn(x.shape),
+    "rand_like": torch.rand_like,
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
+    "multinomial": lambda x: torch.multinomial(torch.sigmoid(x[0]), 2, True).sum().float(),
+    "feature_dropout": lambda x: F.dropout1d(x, 0.5, True),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_other_random_numbers_are_torchs_own(name: str, device: str) -> None:
+    fused = fuse_regions(traced(lambda x: (torch.tanh(x) * 2 + DRAWN[name](x)).exp() * 3 + 1), device)
+    assert {"mul", "tanh"} <= ops_inside(fused)
+    assert name not in ops_inside(fused)
+    assert any(name in str(node.target) for node in fused.nodes)
+
+
 @pytest.mark.parametrize(("device", "is_inside"), [("cpu", False), ("cuda", True)])
 def test_dropout_is_torchs_own_on_a_cpu(device: str, is_inside: bool) -> None:
     """There it is faster, and draws the same numbers."""
