@@ -66,6 +66,7 @@ QUICK: Mapping[Any, Callable[..., Any]] = {
     _overload(name): getattr(owner, name.split(".")[0]) for owner, names in _ALIKE for name in names.split()
 } | {
     _overload("batch_norm.default"): _batch_norm,
+    _overload("sym_size.int"): torch.Tensor.size,  # of one example, under ``torch.vmap``
     layer_norm: compute_layer_norm,  # the function that the dispatcher would call
 }
 # A method that knows its dtype takes three quarters of the time of one that is told.

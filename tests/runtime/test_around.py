@@ -381,3 +381,24 @@ def test_a_mode_of_torch_function_is_applied_once(way: str) -> None:
         with Quadrupled():
             inside = amp_model(x)
         assert inside.equal(4 * amp_model(x))
+
+
+def test_a_graph_for_any_size_reads_the_size_of_one_example() -> None:
+    amp_model = autocastfx.convert(Numbered(), dtype=LOW)
+    for rows in (4, 6):
+        amp_model(torch.randn(rows, 16))
+    batch = torch.randn(3, 5, 16)
+    expected = torch.stack([amp_model(one) for one in batch])
+    assert len(amp_model.variants) == 2
+    torch.testing.assert_close(torch.vmap(amp_model)(batch), expected, rtol=2**-7, atol=2**-7)
+
+
+class Numbered(nn.Module):
+    """Adds to each row its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.arange(len(x))[:, None]
