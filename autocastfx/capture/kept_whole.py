@@ -101,7 +101,11 @@ def record_call(
         result = run()
     called.append(function)
     proxy = tracer.create_proxy("call_function", LEAF, (len(called) - 1, *proxies), named)
-    return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    tracked = pytree.tree_map_only(
+        (str, torch.dtype, torch.device), lambda _: None, result
+    )  # torch's own fails at these
+    track_tensor_tree(tracked, proxy, constant=None, tracer=tracer)
+    return result
 
 
 def restore_leaves(graph: fx.Graph, called: list[Callable[..., Any]]) -> None:

@@ -103,6 +103,22 @@ class WithNone(torch.autograd.Function):
         return grad * 17, None
 
 
+class WithText(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, "doubled", {"times": 2, "again": x * 3}
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        return grad * 19
+
+
+def with_text(m: Between, x: torch.Tensor) -> torch.Tensor:
+    doubled, text, rest = WithText.apply(x)
+    assert text == "doubled"
+    return doubled * rest["times"]
+
+
 class Between(nn.Module):
     """Something between two linear layers."""
 
@@ -131,6 +147,7 @@ FUNCTIONS: dict[str, Callable[[Between, torch.Tensor], torch.Tensor]] = {
     "not differentiable": lambda m, x: (lambda y, mask: y * mask)(*Masked.apply(x)),
     "nested": lambda m, x: Outer.apply(x),
     "in place": lambda m, x: InPlace.apply(x * 1),
+    "text": with_text,
     "None": lambda m, x: WithNone.apply(x, None)[0],
     "a view of its output": lambda m, x: Straight.apply(x).view(-1).view(x.shape),
 }
