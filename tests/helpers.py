@@ -19,6 +19,7 @@ from torch import fx, nn
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, origin
+from benchmarks.judge import distance
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
@@ -127,8 +128,7 @@ def text(block: str) -> str:
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """Distance of ``result`` from ``reference`` in the 2-norm, relative to the norm of ``reference``."""
-    found, expected = result.detach().double(), reference.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    return distance(result, reference)
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:

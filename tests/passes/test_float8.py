@@ -22,7 +22,7 @@ from autocastfx.plan.plan import Plan, PlannedFloat8
 from autocastfx.policy.float8 import Product
 from autocastfx.runtime import working_copies
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
-from tests.golden.models import Attention
+from benchmarks.models.tiny import Attention
 from tests.helpers import Function, listing, relative_error, saved_bytes, text
 
 LOW = torch.bfloat16

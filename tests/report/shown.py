@@ -14,7 +14,7 @@ from torch import nn
 import autocastfx
 from autocastfx.report.packed import OWN
 from autocastfx.runtime.amp_module import AmpModule
-from tests.golden.models import EncoderLayer
+from benchmarks.models.tiny import EncoderLayer
 
 
 @dataclass(frozen=True)

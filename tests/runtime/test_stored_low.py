@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import AmpModule
 from autocastfx.errors import BannedOpError, UnsupportedError, VariantError
-from tests.golden.models import CNN, EncoderLayer
+from benchmarks.models.tiny import CNN, EncoderLayer
 
 LOW = torch.bfloat16
 ADVICE = re.escape('Convert with weights="cast" or weights="cached" to train, or for gradients.')

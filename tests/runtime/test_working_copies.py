@@ -34,7 +34,7 @@ from autocastfx.passes.analysis import place_cheaply
 from autocastfx.plan.plan import Why
 from autocastfx.runtime import working_copies
 from autocastfx.runtime.working_copies import Filled, WorkingCopies, working_copy
-from tests.golden.models import CNN, EncoderLayer
+from benchmarks.models.tiny import CNN, EncoderLayer
 from tests.training.recorded import record
 
 LOW = torch.bfloat16

@@ -15,8 +15,9 @@ import autocastfx
 from autocastfx.graph.alias import seen_by_functions
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument
-from tests.capture.decoders import DECODERS, IDS, WINDOW, shown_attention
+from benchmarks.models.decoders import DECODERS, IDS, WINDOW
 from tests.golden import decoders
+from tests.golden.decoders import shown_attention
 from tests.helpers import Function, relative_error, sampled
 from tests.nearness import assert_as_near_as_autocast
 

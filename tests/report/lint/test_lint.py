@@ -14,7 +14,8 @@ import autocastfx
 from autocastfx import lint
 from autocastfx.errors import GpuError, NotCapturedError
 from autocastfx.report.lint.roofline import Gpu
-from tests.golden.models import CNN, EncoderLayer, converted
+from benchmarks.models.tiny import CNN, EncoderLayer
+from tests.golden.models import converted
 
 # One operation a second a byte a second: nothing but what is written here decides.
 SLOW = Gpu("slow", tensor_tflops=1e-6, float32_tflops=1e-7, bandwidth_gb_s=1e-2)  # 1e6, 1e5 FLOP/s and 1e7 bytes/s

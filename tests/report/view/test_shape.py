@@ -11,7 +11,8 @@ from torch import nn
 import autocastfx
 from autocastfx.report.dump import view_of, views_of
 from autocastfx.report.view import Row
-from tests.golden.models import CASES, CNN, converted
+from benchmarks.models.tiny import CNN
+from tests.golden.models import CASES, converted
 from tests.report.shown import encoder_layer_with_symbols, with_symbols
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-
-from autocastfx import AmpModule
-from autocastfx.graph.names import op_name
 
 IDS = torch.arange(16).reshape(2, 8)
 WINDOW = 16
@@ -54,14 +50,3 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "olmo2": partial(_made, _t.Olmo2ForCausalLM, _t.Olmo2Config, _GROUPED),
     "cohere": partial(_made, _t.CohereForCausalLM, _t.CohereConfig, _GROUPED),
 }
-
-
-def shown_attention(amp_model: AmpModule) -> str:
-    """The attention of the converted graph as code, and whatever compares, which masks are made by.
-
-    Names are without numbers, which count what a version of transformers calls before.
-    """
-    kinds = ("scaled_dot_product_attention", "le", "lt", "ge", "gt", "__and__", "where", "tril", "triu")
-    nodes = [node for node in amp_model.graph.nodes if node.op == "call_function" and op_name(node) in kinds]
-    shown = "\n".join(f"{node.target}{node.args} {dict(node.kwargs)}" for node in nodes)
-    return re.sub(r"(?<=[a-z])_\d+(?=[_,)\s])", "", shown)
