@@ -336,7 +336,9 @@ def _name_of(source: Any) -> str:
 # Values of small tensors and arrays that are made of numbers and sizes alone: Dynamo knows those of one element.
 
 _SMALL = 64  # elements
-_UNFILLED = {torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided}
+_UNFILLED = {
+    one.default for one in (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)
+}
 
 
 def knowing_mends() -> list[tuple[Any, str, Any]]:
@@ -364,7 +366,7 @@ def knowing_mends() -> list[tuple[Any, str, Any]]:
     @wraps(dispatch)
     def dispatched(self: Any, operator: Any, *given: Any) -> Any:
         result = dispatch(self, operator, *given)
-        if getattr(operator, "overloadpacket", None) in _UNFILLED and isinstance(result, fake_tensor.FakeTensor):
+        if operator in _UNFILLED and isinstance(result, fake_tensor.FakeTensor):
             result.constant = None
         return result
 
