@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
@@ -68,8 +70,21 @@ class AutogradCall:
         self.__qualname__ = function.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function's ``apply``."""
-        return self.function.apply(*args, **kwargs)
+        """Call the function's ``apply``; on abstract tensors, in no call of the model's, its class stays as it is."""
+        if not any(isinstance(one, FakeTensor) for one in args):
+            return self.function.apply(*args, **kwargs)
+        before = {name: (value, _content(value)) for name, value in vars(self.function).items()}
+        try:
+            return self.function.apply(*args, **kwargs)
+        finally:
+            for name in {*vars(self.function)} - {*before}:
+                delattr(self.function, name)
+            for name, (value, content) in before.items():
+                if content is not None:
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(content)
+                if vars(self.function).get(name) is not value:
+                    setattr(self.function, name, value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AutogradCall) and other.function is self.function
@@ -79,6 +94,10 @@ class AutogradCall:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (AutogradCall, (self.function,))
+
+
+def _content(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set, Counter, defaultdict) else None
 
 
 def record_call(

@@ -250,6 +250,36 @@ def test_a_gradient_of_the_gradient_goes_through_a_custom_backward(way: str) -> 
     assert equal(penalties(model, module), penalties(plain, plain))
 
 
+class Counting(torch.autograd.Function):
+    count, seen = 0, list[int]()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Counting.count += 1
+        Counting.seen.append(Counting.count)
+        return x * Counting.count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_what_a_custom_function_counts_are_the_calls_of_the_model(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "count", 0)
+    monkeypatch.setattr(Counting, "seen", [])
+    module = nn.Sequential(nn.Linear(4, 4), Counted())
+    model = getattr(autocastfx, way)(module, dtype="bfloat16", op_list=OpList.of({"deny": ["linear"]}))
+    for count in range(1, 4):
+        assert torch.allclose(model(X), count * module[0](X))
+    assert Counting.seen == [1, 2, 3]
+
+
+class Counted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Counting.apply(x)
+
+
 def test_what_export_alone_does_to_it() -> None:
     """The reason for all this: a straight-through gradient is lost without a word."""
     module = Between(FUNCTIONS["straight-through"])
