@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leave_intact import Shared
+from autocastfx.capture.leave_intact import CONTAINERS, Shared, content_of, restore
 from autocastfx.capture.mended import note_call, written_out
 from autocastfx.graph.names import FUNCTIONS, located
 
@@ -73,18 +72,13 @@ class AutogradCall:
         """Call the function's ``apply``; on abstract tensors, in no call of the model's, its class stays as it is."""
         if not any(isinstance(one, FakeTensor) for one in args):
             return self.function.apply(*args, **kwargs)
-        before = {name: (value, _content(value)) for name, value in vars(self.function).items()}
+        held = [one for one in vars(self.function).values() if isinstance(one, CONTAINERS)]
+        before = [(self.function, dict(vars(self.function))), *((one, content_of(one)) for one in held)]
         try:
             return self.function.apply(*args, **kwargs)
         finally:
-            for name in {*vars(self.function)} - {*before}:
-                delattr(self.function, name)
-            for name, (value, content) in before.items():
-                if content is not None:
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(content)
-                if vars(self.function).get(name) is not value:
-                    setattr(self.function, name, value)
+            for owner, content in before:
+                restore(owner, content)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AutogradCall) and other.function is self.function
@@ -94,10 +88,6 @@ class AutogradCall:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (AutogradCall, (self.function,))
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set, Counter, defaultdict) else None
 
 
 def record_call(

@@ -241,7 +241,7 @@ def _forget(filename: str) -> None:
 
 # What a forward can change in place, and where: saved before it runs, and restored.
 
-_CONTAINERS = (list, OrderedDict, dict, set, deque)
+CONTAINERS = (list, OrderedDict, dict, set, deque)
 _BOUND = (types.MethodType, functools.partial)
 _CALLS = (types.FunctionType, *_BOUND)
 _OWNERS = (type, types.ModuleType)  # of attributes, which code reaches by a global name
@@ -265,7 +265,7 @@ def intact(model: nn.Module, *, keeps_added: bool = False) -> Generator[None, No
             yield
     finally:
         for owner, content in saved:
-            _restore(owner, content, keeps_added=keeps_added)
+            restore(owner, content, keeps_added=keeps_added)
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
@@ -339,8 +339,8 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
         if isinstance(item, torch.Tensor):
             if type(item) in (torch.Tensor, nn.Parameter) and not item.is_inference():
                 saved[id(item)] = (item, (item._version, item.detach().clone()))
-        elif isinstance(item, _CONTAINERS):
-            content = _content(item)
+        elif isinstance(item, CONTAINERS):
+            content = content_of(item)
             saved[id(item)] = (item, content)
             members = content.values() if isinstance(content, dict) else content
         elif isinstance(item, torch.Generator):
@@ -471,7 +471,8 @@ def _names(code: types.CodeType) -> _Names:
     )
 
 
-def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
+def restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
+    """Give an object back what it held: a container, a class, a tensor, or what else is told apart here."""
     if isinstance(owner, torch.Tensor):
         version, values = content
         if owner._version != version:
@@ -484,14 +485,14 @@ def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
         owner.__globals__.update(content)
     elif isinstance(owner, _Named):
         owner.give_back(content, keeps_added)
-    elif not isinstance(owner, _CONTAINERS):  # a class, or an object with slots
+    elif not isinstance(owner, CONTAINERS):  # a class, or an object with slots
         now = dict(vars(owner)) if isinstance(owner, type) else _slots(owner)
         for name in (name for name in {**now, **content} if now.get(name) is not content.get(name)):
             if name in content:
                 setattr(owner, name, content[name])
             elif not keeps_added:
                 delattr(owner, name)
-    elif (isinstance(owner, dict) and keeps_added) or not _is_same(_content(owner), content):
+    elif (isinstance(owner, dict) and keeps_added) or not _is_same(content_of(owner), content):
         kind = _container_type(owner)
         if not (isinstance(owner, dict) and keeps_added):
             kind.clear(owner)
@@ -505,10 +506,10 @@ def _restore(owner: Any, content: Any, *, keeps_added: bool = False) -> None:
 
 def _container_type(owner: Any) -> Any:
     """Return the built-in type whose methods read and write a container: a subclass's own may compute."""
-    return next(kind for kind in _CONTAINERS if isinstance(owner, kind))
+    return next(kind for kind in CONTAINERS if isinstance(owner, kind))
 
 
-def _content(owner: Any) -> Any:
+def content_of(owner: Any) -> Any:
     """Return a plain copy of what a container holds."""
     kind = _container_type(owner)
     return dict(kind.items(owner)) if isinstance(owner, dict) else kind(kind.__iter__(owner))
@@ -583,7 +584,7 @@ def set_up_by_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
     def undo() -> None:
         for owner, content in before:
-            _restore(owner, content)
+            restore(owner, content)
 
     copied = pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)

@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -124,6 +124,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
     own, learns = list({id(m): m for m in (model, call) if isinstance(m, nn.Module)}.values()), trial.learns
     autocast_off = cast("Any", torch._C)._DisableAutocast()
     with isolated(*own) as changed_ids, autocast_off, ATTENTION_WRITTEN_OUT:
+        _copy_iterators(own)
         # calls that come before the one that is compared
         for one in own:
             set_modes(_modules(one), trial.modes)
@@ -161,6 +162,16 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
                 _run_backward(starts, list(leaves.values()))
             tensors |= {name: torch.FloatTensor(g) if isinstance(g, list) else g for name, g in found.items()}
     return Behaviour(tensors, (str(structure), *(_plain(one) for one in plain)))
+
+
+def _copy_iterators(models: Sequence[nn.Module]) -> None:
+    """Put copies in the place of the iterators that modules keep, as ``itertools.count``, which only go forward."""
+    for values in [vars(module) for model in models for module in model.modules()]:
+        for name, one in values.items():
+            if isinstance(one, Iterator):
+                with suppress(TypeError), warnings.catch_warnings():  # a generator has no copy
+                    warnings.simplefilter("ignore", DeprecationWarning)  # nor, from Python 3.14 on, has itertools
+                    values[name] = copy.copy(one)
 
 
 @contextmanager

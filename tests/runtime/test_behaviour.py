@@ -107,3 +107,23 @@ def test_a_gradient_that_is_no_longer_sparse_is_a_difference() -> None:
 
     (found,) = behaviour.differences(behaves(True), behaves(False), "a call")[:1]
     assert str(found) == "gradient of weight is there (a call)"
+
+
+class Numbering(nn.Module):
+    """Keeps an iterator, which goes forward in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(16, 16), itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = next(self.numbers)
+        return self.linear(x)
+
+
+def test_a_comparison_leaves_the_iterators_of_a_model() -> None:
+    model, x = Numbering(), torch.randn(4, 16)
+    amp_model = autocastfx.convert(model, (x,), dtype="bfloat16")
+    for count in range(3):
+        amp_model(x)
+        assert model.number == count
