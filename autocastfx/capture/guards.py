@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -216,9 +217,15 @@ def _guard_fallback(variable: Any, name: str) -> None:
 def _guard_attribute(variable: Any, name: str) -> None:
     """Guard whether an object has an attribute."""
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
 
-    if variable.source is not None:
-        install_guard(variable.source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+    if variable.source is None:
+        return
+    guard: Any = GuardBuilder.HASATTR
+    if "attr" in inspect.signature(guard).parameters:
+        install_guard(variable.source.make_guard(partial(guard, attr=name)))
+    else:  # in torch 2.11 the source says which
+        install_guard(AttrSource(variable.source, name).make_guard(guard))
 
 
 # Whether code that Dynamo captures asks if gradients are recorded, or switches them on.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from tests.helpers import TORCH
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 VARIABLE = "AUTOCASTFX_TEST_GUARDS"
@@ -171,6 +172,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
 }
 
 
+NEWER = ("an attribute of a tensor", "an attribute by __getattr__", "vars", "in __dict__")
+
+
 @pytest.fixture(autouse=True)
 def without_attributes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
@@ -185,6 +189,8 @@ def without_attributes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("way", ["convert", "enable"])
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_absent_is_read_once_it_is_there(name: str, way: str) -> None:
+    if TORCH < (2, 13) and name in NEWER:
+        pytest.skip("Dynamo of torch 2.11 has no place where this could be guarded")
     make, function, change = CASES[name]
     read = make()
     model = Model(function, read)
