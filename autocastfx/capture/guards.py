@@ -32,9 +32,10 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
     @wraps(call)
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         guarded = tx.output.__dict__.setdefault("autocastfx_methods", set[Any]())
-        if self.source_fn is not None and self.fn not in guarded and not str(self.fn.__module__).startswith("torch."):
+        source = self.im_func.source if hasattr(self, "im_func") else self.source_fn  # from torch 2.15 on, and before
+        if source is not None and self.fn not in guarded and not str(self.fn.__module__).startswith("torch."):
             guarded.add(self.fn)
-            install_guard(self.source_fn.make_guard(GuardBuilder.CLOSURE_MATCH))
+            install_guard(source.make_guard(GuardBuilder.CLOSURE_MATCH))
         return call(self, tx, args, kwargs)
 
     call_of_module: Any = UnspecializedNNModuleVariable.call_function
@@ -155,8 +156,9 @@ def _absence_mends() -> list[tuple[Any, str, Any]]:
         return module is not os and is_stdlib(module)
 
     wrapped = [
-        (getattr(builtin, "GetAttrBuiltinVariable", None), "call_function", _guarding_absence),  # torch 2.13
         (builtin.BuiltinVariable, "call_getattr", _guarding_absence),  # torch 2.11
+        (getattr(builtin, "GetAttrBuiltinVariable", None), "call_function", _guarding_absence),  # torch 2.13
+        (symbolic_convert, "generic_getattr", _guarding_absence),  # torch 2.15
         (getattr(user_defined, "OrderedDictVariable", None), "as_python_constant", guards_length),
         *((module, "generic_bool", guards_length) for module in (symbolic_convert, builtin)),
     ]
@@ -179,14 +181,16 @@ def _guarding_absence(get: Any) -> Any:
     from torch._dynamo.exc import ObservedAttributeError
 
     @wraps(get)
-    def get_attribute(self: Any, tx: Any, *given: Any) -> Any:
-        owner, name = given[0][:2] if isinstance(given[0], (list, tuple)) else given[:2]
+    def get_attribute(*given: Any) -> Any:
+        named = next(i for i, one in enumerate(given) if isinstance(one, (list, tuple, str)) or i == 3)
+        owner, name = given[named][:2] if isinstance(given[named], (list, tuple)) else given[named - 1 : named + 1]
+        name = name if isinstance(name, str) else name.as_python_constant()
         try:
-            result = get(self, tx, *given)
+            result = get(*given)
         except ObservedAttributeError:
-            _guard_attribute(owner, name.as_python_constant())
+            _guard_attribute(owner, name)
             raise
-        _guard_fallback(owner.realize(), name.as_python_constant())
+        _guard_fallback(owner.realize(), name)
         return result
 
     return get_attribute

@@ -286,7 +286,7 @@ def _known(tx: Any, proxy: Any, value: Any) -> Any:
 
     if isinstance(value, dict):
         items = {ConstantVariable.create(key): _known(tx, proxy[key], one) for key, one in value.items()}
-        return dicts.ConstDictVariable(items, dict)
+        return dicts.ConstDictVariable(items)
     if type(value) in (list, tuple):
         kind = lists.ListVariable if isinstance(value, list) else lists.TupleVariable
         return kind([_known(tx, proxy[i], one) for i, one in enumerate(value)])

@@ -113,7 +113,8 @@ def object_mends() -> list[tuple[Any, str, Any]]:
 
     as_proxy, draw = UserDefinedObjectVariable.as_proxy, cast("Any", RandomVariable.call_method)
     class_for: Any = BaseListVariable.cls_for_instance
-    read: Any = TensorVariable.var_getattr
+    reading = _reading(TensorVariable)
+    read: Any = getattr(TensorVariable, reading)
     setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # of torch 2.13, and 2.11
     setting = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
     assign: Any = getattr(setter, setting)
@@ -175,7 +176,7 @@ def object_mends() -> list[tuple[Any, str, Any]]:
         return self.method_attr_data(tx) if name == "data" else read(self, tx, name)
 
     return [
-        (TensorVariable, "var_getattr", read_attribute),
+        (TensorVariable, reading, read_attribute),
         (setter, setting, set_attribute),
         (user_defined, "is_standard_setattr", is_standard_setattr),
         (UserDefinedObjectVariable, "as_proxy", proxy_of),
@@ -183,6 +184,11 @@ def object_mends() -> list[tuple[Any, str, Any]]:
         (NumpyVariable, "call_function", call_numpy),
         (BaseListVariable, "cls_for_instance", staticmethod(class_of)),
     ]
+
+
+def _reading(variable: Any) -> str:
+    """Return the name of the method by which Dynamo reads an attribute."""
+    return "var_getattr" if hasattr(variable, "var_getattr") else "tp_getattro_impl"  # from torch 2.15 on
 
 
 def refuse_leaves(module: fx.GraphModule) -> None:
@@ -233,7 +239,7 @@ def class_mends() -> list[tuple[Any, str, Any]]:
     if kinds is None:
         return [dispatching]
     kind: Any = torch_function.TensorWithTFOverrideVariable
-    read, store = kind.var_getattr, cast("Any", side_effects.SideEffects.store_attr)
+    read, store = getattr(kind, _reading(kind)), cast("Any", side_effects.SideEffects.store_attr)
     table: Any = dicts.SideEffectsProxyDict.get_example_value_dict
 
     @wraps(read)
@@ -268,7 +274,7 @@ def class_mends() -> list[tuple[Any, str, Any]]:
 
     return [
         dispatching,
-        (kind, "var_getattr", read_attribute),
+        (kind, _reading(kind), read_attribute),
         (side_effects.SideEffects, "store_attr", store_attribute),
         (dicts.SideEffectsProxyDict, "get_example_value_dict", staticmethod(table_of)),
     ]

@@ -145,7 +145,10 @@ def backwards_tried(kind: str) -> Generator[None]:
 
 
 def _applied_on_trial() -> AbstractContextManager[object]:
-    original: Any = Function.__dict__["apply"].__func__
+    before: Any = Function.__dict__["apply"]
+
+    def original(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return before.__get__(None, function)(*args, **kwargs)
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         kind = INSIDE.kind  # None: another thread tries

@@ -175,12 +175,17 @@ def _is_traced_here() -> bool:
 
     They belong to the process: whoever restores another thread's after its end sets them for ever.
     """
-    if not (_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag):
+    if not (_fx_traces() or torch.compiler._is_compiling_flag):
         return False
     is_mine = CAPTURING.acquire(blocking=False)
     if is_mine:
         CAPTURING.release()
-    return is_mine and bool(_tracer._is_fx_tracing_flag or torch.compiler._is_compiling_flag)
+    return is_mine and bool(_fx_traces() or torch.compiler._is_compiling_flag)
+
+
+def _fx_traces() -> bool:
+    own = getattr(_tracer, "_get_is_fx_tracing", None)  # of the thread, from torch 2.15 on
+    return _tracer._is_fx_tracing_flag if own is None else own()
 
 
 def replace_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -223,7 +228,8 @@ def _left_states() -> Iterator[AbstractContextManager[Any]]:
     yield without_torchs(_global_forward_hooks)
     yield tracing(None)
     if _is_traced_here():
-        yield mock.patch.object(_tracer, "_is_fx_tracing_flag", False)
+        own = getattr(_tracer, "_is_fx_tracing_context", None)
+        yield mock.patch.object(_tracer, "_is_fx_tracing_flag", False) if own is None else own(False)
         yield mock.patch.object(torch.compiler, "_is_compiling_flag", False)
         yield mock.patch.object(torch.compiler, "_is_exporting_flag", False, create=True)
     if frames._stance.stance not in _CONVERTS:
