@@ -379,10 +379,17 @@ def _traced(
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     flat = flatten_transforms(module)
     context = tracing(TracingContext(mode))  # Dynamo's has another mode, in which torch 2.11 would trace branches
+    before = torch.is_grad_enabled()
     try:
         with context, mode, enable_python_dispatcher(), torch._C._DisableAutocast(), random_numbers_kept():
             traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)
+        if torch.is_grad_enabled() != before:
+            raise CaptureError(
+                f"forward leaves gradients switched {'off' if before else 'on'} for the code behind its call, which a "
+                "graph does not. Write torch.no_grad() or torch.enable_grad() as a with statement, or as a decorator."
+            )
     finally:
+        torch._C._set_grad_enabled(before)
         mode.allow_non_fake_inputs = allowed
     for node, name in zip(traced.graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name.replace(".", "_"))  # so that the graphs of regions have the names, too

@@ -34,6 +34,7 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
         guarded = tx.output.__dict__.setdefault("autocastfx_methods", set[Any]())
         source = self.im_func.source if hasattr(self, "im_func") else self.source_fn  # from torch 2.15 on, and before
         if source is not None and self.fn not in guarded and not str(self.fn.__module__).startswith("torch."):
+            source = source.base if _is_function(tx, source) else source
             guarded.add(self.fn)
             install_guard(source.make_guard(GuardBuilder.CLOSURE_MATCH))
         return call(self, tx, args, kwargs)
@@ -80,6 +81,17 @@ def guarding_mends() -> list[tuple[Any, str, Any]]:
 
         mends.append((GuardManager, "add_dimension_marking_guard", guard_marks))
     return mends
+
+
+def _is_function(tx: Any, method: Any) -> bool:
+    """True if what is said to be the function of a method is that of a function, as of a descriptor's ``__get__``."""
+    resolve = getattr(tx.output, "resolve_source_value", None)  # torch 2.11 has none
+    if resolve is None or getattr(method, "member", "") != "__func__":
+        return False
+    try:
+        return isinstance(resolve(method.base), FunctionType)
+    except NameError:  # of a mode of torch functions, which guards alone can name
+        return False
 
 
 def _guard_on(forwards: Mapping[Any, Any]) -> Callable[[Any, Any], None]:

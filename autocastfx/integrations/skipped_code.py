@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
+from traceback import walk_tb
 from types import FrameType, MethodType
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autocastfx.capture.dynamo import CALLER, forward_code, holds, unwrapped
+from autocastfx.capture.dynamo import CALLER, forward_code, holds, is_torchs, unwrapped
 from autocastfx.capture.leave_intact import Shared, own_thread_state, random_numbers_kept
 from autocastfx.capture.progress import capture_shown
 from autocastfx.errors import UncapturedGraphWarning
@@ -460,9 +461,11 @@ def float32_where_it_fails(
 ) -> Callable[..., Any]:
     """Return a call of ``run``, which is under torch.autocast, and of ``exact`` from its first failure on.
 
-    In the call that fails it has run twice, in part. That ``what`` fails is told.
+    In the call that fails it has run twice, in part. That ``what`` fails is told. Where ``exact`` fails, too, the model
+    does so by itself, and what fails there again is raised at once.
     """
     is_float32 = False
+    by_itself = set[tuple[object, ...]]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_float32
@@ -472,15 +475,28 @@ def float32_where_it_fails(
                 with autocast_as_before(kind):
                     return run(*args, **kwargs)
             except FAILURES as error:
+                if _place_of(error) in by_itself:
+                    raise
                 failure = error
-        with torch.autocast(kind, enabled=False):
-            result = exact(*args, **kwargs)  # if the model itself fails, this does too
+        try:
+            with torch.autocast(kind, enabled=False):
+                result = exact(*args, **kwargs)
+        except FAILURES:
+            by_itself.update([] if failure is None else [_place_of(failure)])
+            raise
         if failure is not None:
             is_float32 = True
             warn_of_failure(what, failure)
         return result
 
     return call
+
+
+def _place_of(error: Exception) -> tuple[object, ...]:
+    """Return the line that raises an error; what is said tells those of torch's functions apart."""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    code = frame.f_code
+    return type(error), code, line, str(error) if is_torchs(code.co_filename) else ""
 
 
 def warn_of_failure(what: str, failure: Exception) -> None:

@@ -20,6 +20,7 @@ from autocastfx.capture.kept_whole import ATTENTION_WRITTEN_OUT
 from autocastfx.capture.leave_intact import equal, isolated, set_modes
 from autocastfx.errors import CaptureError
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.captures import copied_arguments
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"
@@ -130,11 +131,11 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
             set_modes(_modules(one), trial.modes)
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
-            args, kwargs = _copied(trial.arguments)
+            args, kwargs = _copied(trial)
             with torch.set_grad_enabled(learns), _theirs():
                 call(*args, **kwargs)
         # the call, and all that a caller can see of it
-        args, kwargs = _copied(trial.arguments)
+        args, kwargs = _copied(trial)
         kinds = {name: (one.shape, one.dtype) for name, one in model.named_buffers()}
         given = pytree.tree_flatten((args, kwargs))[0]
         with torch.set_grad_enabled(learns), _theirs():
@@ -232,25 +233,11 @@ def _in_short(gradient: torch.Tensor) -> list[float]:
     return ((rows @ table) * columns).sum(1).tolist()  # numbers of Python do not cut memory that is freed into pieces
 
 
-def _copied(arguments: Arguments) -> Arguments:
-    """Copy the tensors and the objects; one that is given twice stays one.
-
-    Raises:
-        CallError: an object cannot be copied.
-    """
-    made: dict[int, Any] = {}
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            try:
-                return copy.deepcopy(leaf, made)
-            except Exception as error:  # whatever the object raises
-                raise CallError(TypeError(f"an argument cannot be copied: {error}")) from error
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return made[id(leaf)]
-
-    return cast("Arguments", pytree.tree_map(copied, arguments))
+def _copied(trial: Trial) -> Arguments:
+    try:
+        return copied_arguments(trial.arguments)
+    except TypeError as error:
+        raise CallError(error) from error
 
 
 def _modules(model: nn.Module) -> Sequence[nn.Module]:

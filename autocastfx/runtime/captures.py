@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sys
@@ -127,10 +128,22 @@ class Captures:
             return self.call(runs, args, kwargs, around=around)
         except CaptureError as error:
             failure = error
-        if may_be_of_model(failure):  # outside of the handler, whose error would be the other's context
-            with isolated(self.model):
-                self.model(*args, **kwargs)
+        if may_be_of_model(failure) and self._raises(args, kwargs):
+            self.model(*args, **kwargs)  # outside of the handler, whose error would be the other's context
         raise failure
+
+    def _raises(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Try whether the model itself raises in a call, on copies of all that it may change."""
+        try:
+            copied, named = copied_arguments((tuple(args), dict(kwargs)))
+        except TypeError:
+            return False
+        try:
+            with isolated(self.model):
+                self.model(*copied, **named)
+        except Exception:  # whatever the model raises
+            return True
+        return False
 
     def _call_set_up(
         self, undo: Callable[[], None], plain: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -216,6 +229,27 @@ class Captures:
     def _captured(self, module: fx.GraphModule, inputs: list[Any], modes: tuple[bool, ...]) -> CapturedGraph:
         call, paths = self.signature.describe(NOW.args, NOW.kwargs), paths_of([self._root])
         return captured_graph(module, inputs, self._whole, paths, modes, call)
+
+
+def copied_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the tensors and the objects; one that is given twice stays one.
+
+    Raises:
+        TypeError: an object cannot be copied.
+    """
+    made: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            try:
+                return copy.deepcopy(leaf, made)
+            except Exception as error:  # whatever the object raises
+                raise TypeError(f"an argument cannot be copied: {error}") from error
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return pytree.tree_map(copied, arguments)
 
 
 class Runs(Protocol):

@@ -208,3 +208,34 @@ def test_code_that_finds_nothing_is_captured_once() -> None:
     for _ in range(3):
         amp_model(X)
     assert len(amp_model.variants) == 1
+
+
+class Stored:
+    """A descriptor that keeps its value in the object."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else vars(owner)["stored"]
+
+    def __set__(self, owner: Any, value: float) -> None:
+        vars(owner)["stored"] = value
+
+
+class Described(nn.Module):
+    scale = Stored()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_a_descriptor_of_the_class_of_a_module_is_read(way: str) -> None:
+    model = Described()
+    amp_model: Any = getattr(autocastfx, way)(model, dtype="bfloat16")
+    before = amp_model(X)
+    model.scale = 4.0
+    assert amp_model(X).equal(4 * before)

@@ -325,3 +325,32 @@ def test_a_graph_that_fails_under_autocast_runs_in_float32(inner: str, monkeypat
         pass
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
+
+
+class Refusing(nn.Module):
+    """Refuses some of its inputs, behind code that no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.linear(x)
+        if h.sum().item() > 1e9:
+            return h
+        if x.shape[0] == 3:
+            raise ValueError(f"three rows in call {self.calls}")
+        return h
+
+
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UncapturedGraphWarning")
+def test_what_fails_by_itself_is_tried_in_float32_once() -> None:
+    model = autocastfx.enable(Refusing(), dtype="bfloat16")
+    for rows in (4, 3, 4, 3, 3, 4):
+        if rows == 3:
+            with pytest.raises(ValueError, match="three rows in call"):
+                model(torch.randn(rows, 16))
+        else:
+            model(torch.randn(rows, 16))
+    assert model.calls <= 7
