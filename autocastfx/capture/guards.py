@@ -194,18 +194,24 @@ def _guarding_absence(get: Any) -> Any:
 
     @wraps(get)
     def get_attribute(*given: Any) -> Any:
-        named = next(i for i, one in enumerate(given) if isinstance(one, (list, tuple, str)) or i == 3)
-        owner, name = given[named][:2] if isinstance(given[named], (list, tuple)) else given[named - 1 : named + 1]
-        name = name if isinstance(name, str) else name.as_python_constant()
         try:
             result = get(*given)
         except ObservedAttributeError:
-            _guard_attribute(owner, name)
+            _guard_attribute(*_owner_and_name(given))
             raise
+        owner, name = _owner_and_name(given)
         _guard_fallback(owner.realize(), name)
         return result
 
     return get_attribute
+
+
+def _owner_and_name(given: Sequence[Any]) -> tuple[Any, str]:
+    """Return whose attribute Dynamo's ``getattr`` reads, and its name, from all that it is given."""
+    if isinstance(given[2], str):  # tx, owner, name
+        return given[1], given[2]
+    owner, name = given[2][:2] if isinstance(given[2], (list, tuple)) else given[2:4]  # itself, tx, and these
+    return owner, name.as_python_constant()
 
 
 def _guard_fallback(variable: Any, name: str) -> None:

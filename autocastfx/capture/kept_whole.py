@@ -110,9 +110,8 @@ def record_call(
         result = run()
     called.append(function)
     proxy = tracer.create_proxy("call_function", LEAF, (len(called) - 1, *proxies), named)
-    tracked = pytree.tree_map_only(
-        (str, torch.dtype, torch.device), lambda _: None, result
-    )  # torch's own fails at these
+    # torch fails at these
+    tracked = pytree.tree_map_only((str, torch.dtype, torch.device), lambda _: None, result)
     track_tensor_tree(tracked, proxy, constant=None, tracer=tracer)
     return result
 

@@ -166,10 +166,10 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
 
 
 def _copy_iterators(models: Sequence[nn.Module]) -> None:
-    """Put copies in the place of the iterators that modules keep, as ``itertools.count``, which only go forward."""
+    """Put copies in the place of Python's iterators that modules keep, as ``itertools.count``: they only go forward."""
     for values in [vars(module) for model in models for module in model.modules()]:
         for name, one in values.items():
-            if isinstance(one, Iterator):
+            if isinstance(one, Iterator) and type(one).__module__ in ("builtins", "itertools"):
                 with suppress(TypeError), warnings.catch_warnings():  # a generator has no copy
                     warnings.simplefilter("ignore", DeprecationWarning)  # nor, from Python 3.14 on, has itertools
                     values[name] = copy.copy(one)
