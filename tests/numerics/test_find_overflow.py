@@ -127,6 +127,9 @@ def test_a_cast_that_overflows_names_its_readers() -> None:
     assert "return self.layers(torch.exp(x))" in found.line
     rules = [f'  - {{path: "layers.{i}", category: float32, ops: [linear]}}' for i in range(2)]
     assert found.fix.splitlines() == ["modules:", *rules]  # what the first gives is beyond the range as well
+    assert found.op_list is not None
+    reasons = {str(rule.reason) for rule in found.op_list.lines.values()}
+    assert reasons == {f"find_overflow: {found.headline.removesuffix('.')}"}
     mended = convert(Large(), (x,), op_list=["default", found.op_list], dtype="float16")
     assert find_overflow(mended, x) is None
 
