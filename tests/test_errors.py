@@ -1,4 +1,4 @@
-"""What messages are made of: values and names that stay short, and places."""
+"""Messages show values and names shortened, and places."""
 
 from __future__ import annotations
 

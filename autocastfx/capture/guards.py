@@ -1,4 +1,4 @@
-"""What Dynamo does not guard though the code reads it: it is guarded, or noted, while Dynamo captures.
+"""Guards for what the model's code reads and Dynamo leaves unguarded.
 
 - Methods of the model's classes, which Dynamo takes to stay what they are.
 - What is absent: a key of a dictionary or an attribute of an object, as in ``try: ... except KeyError``; and in a class

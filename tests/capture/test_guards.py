@@ -1,4 +1,4 @@
-"""What forward finds to be absent, or empty, and what is there later: the converted model does as the model does."""
+"""Forward looks for something that is not there, or empty. Once it is there, the converted model reads it."""
 
 from __future__ import annotations
 

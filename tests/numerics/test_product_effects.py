@@ -1,4 +1,4 @@
-"""What float8 changes in each product of a node, against single products that ran."""
+"""The effect of float8 on each product of a node is that of a run of this product alone."""
 
 from __future__ import annotations
 

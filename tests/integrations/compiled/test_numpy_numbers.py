@@ -1,4 +1,4 @@
-"""What NumPy draws in the forward of an enabled model comes from NumPy's numbers, and leaves torch's alone."""
+"""NumPy's draws in an enabled model use NumPy's random state, and leave torch's alone."""
 
 from __future__ import annotations
 
